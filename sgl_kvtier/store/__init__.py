@@ -1,0 +1,7 @@
+"""The segment store: mmap-backed segment files, their tables of contents, and the index over them."""
+
+from __future__ import annotations
+
+from sgl_kvtier.store.store import ChainPlace, RecordKey, Store, StoredRecord, StoreStats
+
+__all__ = ["ChainPlace", "RecordKey", "Store", "StoreStats", "StoredRecord"]

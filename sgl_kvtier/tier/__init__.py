@@ -1,0 +1,1 @@
+"""Storage tiers for encoded pages."""
