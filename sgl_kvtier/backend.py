@@ -53,12 +53,24 @@ def _answers(miss: Callable[..., _Answer]) -> Callable[[_Method[_Answer]], _Meth
     return decorate
 
 
-def _no_pages(keys: Sequence[str], *_args: Any, **_kwargs: Any) -> list[bool]:
-    return [False] * len(keys)
+# The arguments of a failed call may be what is wrong with it, so the answers to it take nothing of them for granted.
 
 
-def _no_transfers(transfers: Sequence[Any], *_args: Any, **_kwargs: Any) -> dict[Any, list[bool]]:
-    return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
+def _no_pages(keys: Any = None, *_args: Any, **_kwargs: Any) -> list[bool]:
+    return [False] * _length(keys)
+
+
+def _no_tensors(keys: Any = None, *_args: Any, **_kwargs: Any) -> list[None]:
+    return [None] * _length(keys)
+
+
+def _no_transfers(transfers: Any = None, *_args: Any, **_kwargs: Any) -> dict[Any, list[bool]]:
+    listed = transfers if isinstance(transfers, (list, tuple)) else []
+    return {t.name: [False] * _length(getattr(t, "keys", None)) for t in listed if hasattr(t, "name")}
+
+
+def _length(keys: Any) -> int:
+    return len(keys) if isinstance(keys, (list, tuple)) else 0
 
 
 class _Share(NamedTuple):
@@ -321,7 +333,7 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
             listed = [key for end in ends for key in keys[max(0, end - group) : end]]
         present = self._present(str(transfer.name), listed)
         run = present.index(False) if False in present else len(present)
-        return run // group
+        return int(run // group)
 
     # ------------------------------------------------------------------ generic: flat tensors
 
@@ -331,7 +343,7 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
         found: list[torch.Tensor | None] = self.batch_get([key], [target_location], target_sizes)
         return found[0]
 
-    @_answers(lambda keys, *_args, **_kwargs: [None] * len(keys))
+    @_answers(_no_tensors)
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Fill flat tensors, laid out as the host pool's ``get_data_page`` gives them; None for pages not stored."""
         targets = target_locations if target_locations is not None else [None] * len(keys)

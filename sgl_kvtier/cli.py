@@ -84,15 +84,15 @@ def kernels(
     json: _JsonOption = None,
 ) -> None:
     """Speed of the fused reorder+split and merge+reorder kernels over memcpy of the same bytes, on one core."""
-    from sgl_kvtier.bench import kernels as bench_kernels  # noqa: PLC0415 - compiles nothing before it is needed
+    from sgl_kvtier.bench import page_kernels  # noqa: PLC0415 - compiles nothing before it is needed
 
     try:
         sizes = [parse_size("page-sizes", text) for text in page_sizes.split(",")]
-        rows = bench_kernels.run(sizes, layouts.split(","), dtypes.split(","), seconds, seed)
+        rows = page_kernels.run(sizes, layouts.split(","), dtypes.split(","), seconds, seed)
     except (KVTierError, ValueError) as error:
         typer.echo(f"sgl-kvtier bench kernels: {error}", err=True)
         raise typer.Exit(2) from error
-    bench_kernels.print_table(rows, _console)
+    page_kernels.print_table(rows, _console)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode({"rows": rows})))
 

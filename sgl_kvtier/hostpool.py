@@ -96,6 +96,8 @@ class AddressedPool:
         """
         self._pool = pool
         self._page_tokens = page_tokens
+        self._last_first_token = int(pool.size) - page_tokens
+        _check_own_method(pool, "get_page_buffer_meta")
         runs = self._runs(0)
         self.geometry = PageGeometry(
             page_tokens,
@@ -119,6 +121,8 @@ class AddressedPool:
         """Nothing to do: targets are the pool's own memory."""
 
     def _runs(self, first_token: int) -> list[Words]:
+        # Pools compute an address for any index they are given, also of memory that is not theirs.
+        _check_start(first_token, self._last_first_token, self._page_tokens)
         indices = torch.arange(first_token, first_token + self._page_tokens, dtype=torch.int64)
         try:
             addresses, sizes = self._pool.get_page_buffer_meta(indices)
@@ -141,6 +145,9 @@ class CopiedPool:
             GeometryError: The pool does not hand out flat pages.
         """
         self._pool = pool
+        self._page_tokens = page_tokens
+        self._last_first_token = int(pool.size) - page_tokens
+        _check_own_method(pool, "get_data_page")
         try:
             page = pool.get_data_page(0, flat=True)
         except _UNSUPPORTED as error:
@@ -154,6 +161,7 @@ class CopiedPool:
 
     def sources(self, first_tokens: Sequence[int]) -> list[PageView]:
         """Copies of the pages."""
+        self._check(first_tokens)
         return [
             flat_page(tensor_words(self._pool.get_data_page(first, flat=True).contiguous()), self._dtype)
             for first in first_tokens
@@ -161,6 +169,7 @@ class CopiedPool:
 
     def targets(self, first_tokens: Sequence[int]) -> list[PageView]:
         """Buffers of a page's size."""
+        self._check(first_tokens)
         return [flat_page(tensor_words(self._pool.get_dummy_flat_data_page()), self._dtype) for _ in first_tokens]
 
     def commit(self, first_tokens: Sequence[int], pages: Sequence[PageView], loaded: Sequence[bool]) -> None:
@@ -170,6 +179,10 @@ class CopiedPool:
                 flat = np.empty(page.nbytes, np.uint8)
                 page.gather(flat)
                 self._pool.set_from_flat_data_page(first, torch.from_numpy(flat).view(getattr(torch, self._dtype)))
+
+    def _check(self, first_tokens: Sequence[int]) -> None:
+        for first in first_tokens:
+            _check_start(first, self._last_first_token, self._page_tokens)
 
 
 def adapt(pool: Any) -> PagedPool:
@@ -192,6 +205,23 @@ def adapt(pool: Any) -> PagedPool:
         f"host pool {type(pool).__name__} in layout {getattr(pool, 'layout', None)!r} cannot be stored: "
         + "; ".join(reasons)
     )
+
+
+def _check_start(first_token: int, last: int, page_tokens: int) -> None:
+    if not 0 <= first_token <= last or first_token % page_tokens:
+        raise GeometryError(
+            f"no page starts at token index {first_token} of the host pool; its pages of {page_tokens} tokens start at "
+            f"the multiples up to {last}"
+        )
+
+
+def _check_own_method(pool: Any, name: str) -> None:
+    """Refuse a subclass of a KV pool that inherits how its pages are listed: the parent omits what it adds."""
+    owner = next((cls for cls in type(pool).__mro__ if name in vars(cls)), None)
+    if owner is not None and owner is not type(pool) and owner.__name__ in _MHA_CLASSES | _MLA_CLASSES:
+        raise GeometryError(
+            f"{type(pool).__name__} inherits {name} from {owner.__name__}, which cannot know what state it adds"
+        )
 
 
 def flat_parts(pool: Any, flat: torch.Tensor) -> list[HostPart]:
@@ -226,8 +256,9 @@ def _known_parts(pool: Any, flat: torch.Tensor | None = None) -> list[HostPart]:
         )
     if len(words) == len(geometries):
         placed = [(w, 0) for w in words]
-    else:  # K and V in one buffer, one half each
-        placed = [(words[0], i * (words[0].size // len(geometries))) for i in range(len(geometries))]
+    else:  # K and V in one buffer, one after the other
+        sizes = [g.words // g.tokens * tokens for g in geometries]
+        placed = [(words[0], sum(sizes[:i])) for i in range(len(geometries))]
     return [host_part(pool.layout, g, w, base, tokens) for g, (w, base) in zip(geometries, placed, strict=True)]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_kvtier_kernels._jit import kernel
+from sgl_kvtier_kernels._prefetch import AHEAD_BYTES, CHUNK_BYTES, prefetch
 
 Words = npt.NDArray[Any]
 Table = npt.NDArray[np.int64]
@@ -160,6 +161,7 @@ def _loops(part: HostPart) -> tuple[list[tuple[int, int, int]], int]:
 @kernel
 def gather_words(words: Words, table: Table, first_token: int, out: Words) -> None:
     """``out[canonical] = words[page]``; checks nothing."""
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
@@ -171,15 +173,19 @@ def gather_words(words: Words, table: Table, first_token: int, out: Words) -> No
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
                     at = table[part, 2] + i * c0 + j * c1 + k * c2
-                    source = words[host : host + row]
-                    target = out[at : at + row]
-                    for x in range(row):
-                        target[x] = source[x]
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        source = words[host + start : host + start + length]
+                        target = out[at + start : at + start + length]
+                        for x in range(length):
+                            target[x] = source[x]
 
 
 @kernel
 def scatter_words(words: Words, table: Table, first_token: int, source: Words) -> None:
     """``words[page] = source[canonical]``; checks nothing."""
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
@@ -191,7 +197,10 @@ def scatter_words(words: Words, table: Table, first_token: int, source: Words) -
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
                     at = table[part, 2] + i * c0 + j * c1 + k * c2
-                    target = words[host : host + row]
-                    canonical = source[at : at + row]
-                    for x in range(row):
-                        target[x] = canonical[x]
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        target = words[host + start : host + start + length]
+                        canonical = source[at + start : at + start + length]
+                        for x in range(length):
+                            target[x] = canonical[x]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_kvtier_kernels._jit import kernel
+from sgl_kvtier_kernels._prefetch import AHEAD_BYTES, CHUNK_BYTES, prefetch
 from sgl_kvtier_kernels.layout import PagePlan, Table, Words, gather_words, scatter_words
 
 Bytes = npt.NDArray[np.uint8]
@@ -81,16 +82,17 @@ def _check(kind: int, plan: PagePlan, first_token: int, coded: Bytes, raw: Bytes
         )
 
 
-# In all kernels below: literals are wrapped, since uint16 and int literals mix to int64, which is four times the
-# vector width; and loops run over slices, which LLVM vectorises.
+# One kernel for each kind and direction, alike but for the innermost loop: a call of a shared walk with a row function
+# makes array slices cross function boundaries, which is four times slower. Literals are wrapped, since uint16 and int
+# literals mix to int64, four times the vector width.
 
 
 @kernel
 def _split_bf16(words: Words, table: Table, first_token: int, coded: Bytes, raw: Bytes) -> None:
-    seven, eight, sign, mantissa = np.uint16(7), np.uint16(8), np.uint16(0x80), np.uint16(0x7F)
-    low = np.uint16(0xFF)
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
+        begin = table[part, 2]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
@@ -99,21 +101,27 @@ def _split_bf16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
             for j in range(n1):
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
-                    at = table[part, 2] + i * c0 + j * c1 + k * c2
-                    source = words[host : host + row]
-                    c = coded[at : at + row]
-                    r = raw[at : at + row]
-                    for x in range(row):
-                        w = source[x]
-                        c[x] = np.uint8(np.uint16(w >> seven) & low)
-                        r[x] = np.uint8(np.uint16(np.uint16(w >> eight) & sign) | np.uint16(w & mantissa))
+                    inner = i * c0 + j * c1 + k * c2
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        source = words[host + start : host + start + length]
+                        at = begin + inner + start
+                        c = coded[at : at + length]
+                        r = raw[at : at + length]
+                        for x in range(length):
+                            w = source[x]
+                            c[x] = np.uint8(np.uint16(w >> np.uint16(7)) & np.uint16(0xFF))
+                            sign = np.uint16(np.uint16(w >> np.uint16(8)) & np.uint16(0x80))
+                            r[x] = np.uint8(sign | np.uint16(w & np.uint16(0x7F)))
 
 
 @kernel
 def _merge_bf16(words: Words, table: Table, first_token: int, coded: Bytes, raw: Bytes) -> None:
-    seven, eight, sign, mantissa = np.uint16(7), np.uint16(8), np.uint16(0x80), np.uint16(0x7F)
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
+        begin = table[part, 2]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
@@ -122,21 +130,27 @@ def _merge_bf16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
             for j in range(n1):
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
-                    at = table[part, 2] + i * c0 + j * c1 + k * c2
-                    target = words[host : host + row]
-                    c = coded[at : at + row]
-                    r = raw[at : at + row]
-                    for x in range(row):
-                        m = np.uint16(r[x])
-                        high = np.uint16(np.uint16(m & sign) << eight) | np.uint16(np.uint16(c[x]) << seven)
-                        target[x] = np.uint16(high) | np.uint16(m & mantissa)
+                    inner = i * c0 + j * c1 + k * c2
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        target = words[host + start : host + start + length]
+                        at = begin + inner + start
+                        c = coded[at : at + length]
+                        r = raw[at : at + length]
+                        for x in range(length):
+                            m = np.uint16(r[x])
+                            sign = np.uint16(np.uint16(m & np.uint16(0x80)) << np.uint16(8))
+                            high = np.uint16(sign | np.uint16(np.uint16(c[x]) << np.uint16(7)))
+                            target[x] = high | np.uint16(m & np.uint16(0x7F))
 
 
 @kernel
 def _split_fp16(words: Words, table: Table, first_token: int, coded: Bytes, raw: Bytes) -> None:
-    eight, low = np.uint16(8), np.uint16(0xFF)
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
+        begin = table[part, 2]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
@@ -145,21 +159,26 @@ def _split_fp16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
             for j in range(n1):
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
-                    at = table[part, 2] + i * c0 + j * c1 + k * c2
-                    source = words[host : host + row]
-                    c = coded[at : at + row]
-                    r = raw[at : at + row]
-                    for x in range(row):
-                        w = source[x]
-                        c[x] = np.uint8(w >> eight)
-                        r[x] = np.uint8(w & low)
+                    inner = i * c0 + j * c1 + k * c2
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        source = words[host + start : host + start + length]
+                        at = begin + inner + start
+                        c = coded[at : at + length]
+                        r = raw[at : at + length]
+                        for x in range(length):
+                            w = source[x]
+                            c[x] = np.uint8(w >> np.uint16(8))
+                            r[x] = np.uint8(w & np.uint16(0xFF))
 
 
 @kernel
 def _merge_fp16(words: Words, table: Table, first_token: int, coded: Bytes, raw: Bytes) -> None:
-    eight = np.uint16(8)
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
+        begin = table[part, 2]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
@@ -168,21 +187,24 @@ def _merge_fp16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
             for j in range(n1):
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
-                    at = table[part, 2] + i * c0 + j * c1 + k * c2
-                    target = words[host : host + row]
-                    c = coded[at : at + row]
-                    r = raw[at : at + row]
-                    for x in range(row):
-                        target[x] = np.uint16(np.uint16(c[x]) << eight) | np.uint16(r[x])
+                    inner = i * c0 + j * c1 + k * c2
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        target = words[host + start : host + start + length]
+                        at = begin + inner + start
+                        c = coded[at : at + length]
+                        r = raw[at : at + length]
+                        for x in range(length):
+                            target[x] = np.uint16(np.uint16(c[x]) << np.uint16(8)) | np.uint16(r[x])
 
 
 @kernel
 def _split_fp32(words: Words, table: Table, first_token: int, coded: Bytes, raw: Bytes) -> None:
-    exponent_shift, sign_shift, high_shift, middle_shift = np.uint32(23), np.uint32(24), np.uint32(16), np.uint32(8)
-    sign, mantissa, low = np.uint32(0x80), np.uint32(0x7F), np.uint32(0xFF)
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
-        start, n = table[part, 2], table[part, 3]
+        begin, n = table[part, 2], table[part, 3]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
@@ -192,28 +214,31 @@ def _split_fp32(words: Words, table: Table, first_token: int, coded: Bytes, raw:
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
                     inner = i * c0 + j * c1 + k * c2
-                    plane = 3 * start + inner
-                    source = words[host : host + row]
-                    c = coded[start + inner : start + inner + row]
-                    r0 = raw[plane : plane + row]
-                    r1 = raw[plane + n : plane + n + row]
-                    r2 = raw[plane + 2 * n : plane + 2 * n + row]
-                    for x in range(row):
-                        w = source[x]
-                        top = np.uint32(np.uint32(w >> sign_shift) & sign)
-                        c[x] = np.uint8(np.uint32(w >> exponent_shift) & low)
-                        r0[x] = np.uint8(top | np.uint32(np.uint32(w >> high_shift) & mantissa))
-                        r1[x] = np.uint8(np.uint32(w >> middle_shift) & low)
-                        r2[x] = np.uint8(w & low)
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        source = words[host + start : host + start + length]
+                        at = begin + inner + start
+                        c = coded[at : at + length]
+                        at = 3 * begin + inner + start
+                        r0 = raw[at : at + length]
+                        r1 = raw[at + n : at + n + length]
+                        r2 = raw[at + 2 * n : at + 2 * n + length]
+                        for x in range(length):
+                            w = source[x]
+                            sign = np.uint32(np.uint32(w >> np.uint32(24)) & np.uint32(0x80))
+                            c[x] = np.uint8(np.uint32(w >> np.uint32(23)) & np.uint32(0xFF))
+                            r0[x] = np.uint8(sign | np.uint32(np.uint32(w >> np.uint32(16)) & np.uint32(0x7F)))
+                            r1[x] = np.uint8(np.uint32(w >> np.uint32(8)) & np.uint32(0xFF))
+                            r2[x] = np.uint8(w & np.uint32(0xFF))
 
 
 @kernel
 def _merge_fp32(words: Words, table: Table, first_token: int, coded: Bytes, raw: Bytes) -> None:
-    exponent_shift, sign_shift, high_shift, middle_shift = np.uint32(23), np.uint32(24), np.uint32(16), np.uint32(8)
-    sign, mantissa = np.uint32(0x80), np.uint32(0x7F)
+    ahead, chunk = AHEAD_BYTES // words.itemsize, CHUNK_BYTES // words.itemsize
     for part in range(len(table)):
         base = table[part, 0] + first_token * table[part, 1]
-        start, n = table[part, 2], table[part, 3]
+        begin, n = table[part, 2], table[part, 3]
         n0, h0, c0 = table[part, 4], table[part, 5], table[part, 6]
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
@@ -223,16 +248,20 @@ def _merge_fp32(words: Words, table: Table, first_token: int, coded: Bytes, raw:
                 for k in range(n2):
                     host = base + i * h0 + j * h1 + k * h2
                     inner = i * c0 + j * c1 + k * c2
-                    plane = 3 * start + inner
-                    target = words[host : host + row]
-                    c = coded[start + inner : start + inner + row]
-                    r0 = raw[plane : plane + row]
-                    r1 = raw[plane + n : plane + n + row]
-                    r2 = raw[plane + 2 * n : plane + 2 * n + row]
-                    for x in range(row):
-                        m = np.uint32(r0[x])
-                        high = np.uint32(np.uint32(m & sign) << sign_shift)
-                        high = np.uint32(high | np.uint32(np.uint32(c[x]) << exponent_shift))
-                        middle = np.uint32(np.uint32(m & mantissa) << high_shift)
-                        middle = np.uint32(middle | np.uint32(np.uint32(r1[x]) << middle_shift))
-                        target[x] = np.uint32(np.uint32(high | middle) | np.uint32(r2[x]))
+                    for start in range(0, row, chunk):
+                        length = min(chunk, row - start)
+                        prefetch(words, host + start + ahead)
+                        target = words[host + start : host + start + length]
+                        at = begin + inner + start
+                        c = coded[at : at + length]
+                        at = 3 * begin + inner + start
+                        r0 = raw[at : at + length]
+                        r1 = raw[at + n : at + n + length]
+                        r2 = raw[at + 2 * n : at + 2 * n + length]
+                        for x in range(length):
+                            m = np.uint32(r0[x])
+                            sign = np.uint32(np.uint32(m & np.uint32(0x80)) << np.uint32(24))
+                            top = np.uint32(sign | np.uint32(np.uint32(c[x]) << np.uint32(23)))
+                            high = np.uint32(np.uint32(m & np.uint32(0x7F)) << np.uint32(16))
+                            middle = np.uint32(high | np.uint32(np.uint32(r1[x]) << np.uint32(8)))
+                            target[x] = np.uint32(top | middle) | np.uint32(r2[x])

@@ -66,7 +66,9 @@ def run(
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
     """Print the rows, and the lowest ratio of the bf16 split and merge on pages of 256 KiB and more."""
-    table = Table("layout", "dtype", "page", "cache", "op", "GB/s", "memcpy GB/s", "over memcpy")
+    table = Table()
+    for title in ("layout", "dtype", "page", "cache", "op", "GB/s", "memcpy", "over memcpy"):
+        table.add_column(title, no_wrap=True)
     for row in rows:
         table.add_row(
             row.layout,
