@@ -145,6 +145,9 @@ class Store:
             RecordError: There was one, and it is damaged. It is dropped, so that the next look finds none.
         """
         location = int(self._index.get(name.digest.reshape(1, 2))[0])
+        if not location:
+            self._refresh()  # another process may have stored it since the last look
+            location = int(self._index.get(name.digest.reshape(1, 2))[0])
         segment = self._by_handle.get(location >> _SLOT_BITS) if location else None
         if segment is None:
             return None

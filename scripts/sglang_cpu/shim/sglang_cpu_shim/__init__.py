@@ -1,0 +1,1 @@
+"""Support for the stand-ins; see README.md one level up."""
