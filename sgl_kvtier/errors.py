@@ -18,6 +18,10 @@ class StoreError(KVTierError):
     """The store directory cannot be used: permissions, ownership, space, or a foreign or newer format."""
 
 
+class DamagedError(StoreError):
+    """A file of the store is damaged beyond use. Whoever owns it repairs or deletes it."""
+
+
 class StoreFullError(StoreError):
     """No slot can be had for a record: the budget is spent and nothing of ours may be evicted."""
 

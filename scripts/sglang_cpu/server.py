@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -23,6 +25,8 @@ SHIM = Path(__file__).parent / "shim"
 
 _START_DEADLINE_S = 300
 _STOP_DEADLINE_S = 20
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_LIBC = ctypes.CDLL(None)
 
 #: Arguments that make SGLang 0.5.23 run on a CPU.
 CPU_ARGS = (
@@ -41,7 +45,11 @@ HICACHE_ARGS = (
 def cpu_environment(threads: int = 1, bind: str = "0") -> dict[str, str]:
     """The environment in which SGLang runs on a CPU; ``bind`` lists cores for each TP rank, ``"0|1"``."""
     paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # SGLang compiles its page-hash extension on the first request. torch keeps such builds in one folder for all
+    # environments, so two of them would take turns at building it anew.
+    builds = Path.home() / ".cache" / "torch_extensions" / hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     return {
+        "TORCH_EXTENSIONS_DIR": str(builds),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -123,19 +131,25 @@ class SGLangServer:
         with open(self.log, "ab") as output:
             # A session of its own: SIGKILL to the group takes the schedulers along, as a crash of the host would.
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no locks
             )
         atexit.register(self.kill)
         deadline = time.monotonic() + _START_DEADLINE_S
         while True:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}:\n{self.log_tail()}")
+            if (code := self._process.poll()) is not None:
+                self.kill()
+                raise RuntimeError(f"the server ended with {code}; the end of {self.log}:\n{self.log_tail()}")
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             if time.monotonic() > deadline:
                 self.kill()
-                raise RuntimeError(f"no answer after {_START_DEADLINE_S} s:\n{self.log_tail()}")
+                raise RuntimeError(f"no answer after {_START_DEADLINE_S} s; the end of {self.log}:\n{self.log_tail()}")
             time.sleep(0.25)
 
     @property
@@ -199,8 +213,13 @@ class SGLangServer:
         return requests.request(method, f"{self.url}{path}", json=body, headers=headers, timeout=120)
 
     def flush(self) -> None:
-        """Empty the caches in device and host memory."""
-        self.call("POST", "/flush_cache").raise_for_status()
+        """Empty the caches in device and host memory; the storage keeps what it has."""
+        self.call("POST", "/flush_cache?timeout=30").raise_for_status()
+
+
+def _die_with_parent() -> None:
+    """In the new process: end when this one ends in a way that leaves no time for cleaning up."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _joined(before: list[int], chunk: list[int], total: int) -> list[int]:

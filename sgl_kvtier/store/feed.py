@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sgl_kvtier.errors import StoreError
+from sgl_kvtier.errors import DamagedError
 from sgl_kvtier.store import files
 
 VERSION = 1
@@ -30,7 +30,7 @@ EVENTS = 1 << 16
 #: Slot number that stands for the whole segment: created, deleted or recovered.
 WHOLE_SEGMENT = 0xFFFFFFFF
 
-_MAGIC = b"KVTFEED\0"
+_HEADER = b"KVTFEED\0" + VERSION.to_bytes(4, "little") + EVENTS.to_bytes(4, "little")
 
 
 class Feed:
@@ -40,19 +40,29 @@ class Feed:
         """Open the feed, creating it first where ``create`` says so.
 
         Raises:
-            StoreError: Not a feed, cut off, or of another version.
+            DamagedError: Not a feed of this version, or cut off.
             OSError: It cannot be opened.
         """
         fd = files.open_private(path, os.O_RDWR | (os.O_CREAT if create else 0))
         with files.closing_fd(fd):
             if create and os.fstat(fd).st_size == 0:
                 os.posix_fallocate(fd, 0, HEADER_BYTES + 8 * EVENTS)
-                files.write_whole(fd, [_MAGIC + VERSION.to_bytes(4, "little") + EVENTS.to_bytes(4, "little")], 0)
+                files.write_whole(fd, [_HEADER], 0)
             head = os.pread(fd, 16, 0)
-            if head[:8] != _MAGIC or head[8:16] != VERSION.to_bytes(4, "little") + EVENTS.to_bytes(4, "little"):
-                raise StoreError(f"{path}: not a change feed of version {VERSION}")
+            if head != _HEADER:
+                raise DamagedError(f"{path}: not a change feed of version {VERSION}")
             self._counters: npt.NDArray[Any] = files.map_shared(fd, "<u8", 2, 16, writable=True)
             self._events: npt.NDArray[Any] = files.map_shared(fd, "<u8", EVENTS, HEADER_BYTES, writable=True)
+
+    @staticmethod
+    def repair(path: Path) -> None:
+        """Make a damaged feed one again. Call as the owner of the folder.
+
+        It is done in place, since readers may have the file mapped; an implausible head makes them read everything.
+        """
+        with files.closing_fd(files.open_private(path, os.O_RDWR)) as fd:
+            os.posix_fallocate(fd, 0, HEADER_BYTES + 8 * EVENTS)
+            files.write_whole(fd, [_HEADER], 0)
 
     @property
     def head(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sgl_kvtier.errors import StoreError
+from sgl_kvtier.errors import DamagedError, StoreError
 
 #: Buffers in one ``pwritev`` call: the kernel's limit.
 _IOV_MAX = 1024
@@ -99,11 +99,11 @@ def map_shared(fd: int, dtype: npt.DTypeLike, count: int, offset: int, *, writab
     """A plain array over ``count`` items of the open file, shared with all who map it; outlives ``fd``.
 
     Raises:
-        StoreError: The file is shorter than that: a map past its end would fault on access.
+        DamagedError: The file is shorter than that: a map past its end would fault on access.
     """
     needed = offset + count * np.dtype(dtype).itemsize
     if os.fstat(fd).st_size < needed:
-        raise StoreError(f"file of {os.fstat(fd).st_size} bytes; its header promises at least {needed}")
+        raise DamagedError(f"file of {os.fstat(fd).st_size} bytes; its header promises at least {needed}")
     with os.fdopen(os.dup(fd), "r+b" if writable else "rb") as stream:
         mapped = np.memmap(stream, dtype, "r+" if writable else "r", offset, (count,))
     return mapped.view(np.ndarray)

@@ -18,7 +18,7 @@ import mmap_ninja.numpy
 import numpy as np
 import numpy.typing as npt
 
-from sgl_kvtier.errors import StoreError, StoreFullError
+from sgl_kvtier.errors import DamagedError, StoreError, StoreFullError
 from sgl_kvtier.store import files, toc
 from sgl_kvtier.store.toc import TocEntry, TocHeader
 
@@ -43,7 +43,8 @@ class Segment:
         """Open the segment in ``directory``.
 
         Raises:
-            StoreError: Not a segment, damaged, cut off, or of another version.
+            DamagedError: Not a segment, damaged, or cut off.
+            StoreError: Of another version, or not private.
             OSError: The files cannot be opened.
         """
         self.directory = directory
@@ -68,12 +69,11 @@ class Segment:
             self._entry_bytes = self.entries.view(np.uint8).reshape(count, toc.ENTRY_BYTES)
             self._data_fd = files.open_private(directory / "data.ninja", os.O_RDWR if owned else os.O_RDONLY)
             if os.fstat(self._data_fd).st_size < self.header.data_bytes:
-                raise StoreError(f"{directory}: data.ninja is cut off")
+                raise DamagedError(f"{directory}: data.ninja is cut off")
+            for name, content in _ninja_files(self.header).items():
+                if _read_small(directory / name) != content:
+                    raise DamagedError(f"{directory}: {name} and the table of contents disagree")
             mapped = mmap_ninja.numpy.open_existing(directory, mode="r")
-            if mapped.shape != (count, self.header.slot_bytes) or mapped.dtype != np.uint8:
-                raise StoreError(
-                    f"{directory}: data.ninja has shape {mapped.shape}, its table of contents says otherwise"
-                )
             self.data: npt.NDArray[np.uint8] = mapped.view(np.ndarray)
         except (OSError, StoreError):
             self.close()
@@ -157,6 +157,15 @@ def _ninja_files(header: TocHeader) -> dict[str, bytes]:
     """mmap-ninja's description of the data file; the shape is two u64, little-endian."""
     shape = header.slot_count.to_bytes(8, "little") + header.slot_bytes.to_bytes(8, "little")
     return {"type.ninja": b"numpy", "dtype.ninja": b"uint8", "order.ninja": b"C", "shape.ninja": shape}
+
+
+def _read_small(path: Path) -> bytes | None:
+    """The first bytes of one of mmap-ninja's files; None when it is gone."""
+    try:
+        with files.closing_fd(files.open_private(path, os.O_RDONLY)) as fd:
+            return os.pread(fd, 64, 0)
+    except FileNotFoundError:
+        return None
 
 
 def _allocate(path: Path, nbytes: int, head: bytes = b"") -> None:

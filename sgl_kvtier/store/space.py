@@ -7,7 +7,7 @@ import numpy as np
 from sgl_kvtier.store.segment import Segment
 
 #: A record may take a slot this much larger than its own class before another segment is opened for it.
-_FIT_SLACK = 1 / 32
+_FIT_SLACK = 1 / 64
 
 #: Eviction frees a small batch at a time: scanning the last uses costs the same for one victim as for many.
 _BATCH_FRACTION = 1 / 128

@@ -560,9 +560,17 @@ class Store:
 
     def _drop(self, digest: Digests, location: int) -> None:
         """Forget a record, and void its slot when it is ours, so that it does not come back at the next open."""
+        slot = location & ((1 << _SLOT_BITS) - 1)
         with self._lock:
+            segment = self._by_handle.get(location >> _SLOT_BITS)
+            if segment is not None and not segment.owned and self._adopt():
+                # Its writer is gone. Had we left the folder alone, the record would be back once we write to it.
+                directory = segment.directory
+                location = int(self._index.get(digest.reshape(1, 2))[0])
+                segment = self._by_handle.get(location >> _SLOT_BITS)
+                if segment is None or segment.directory != directory or location & ((1 << _SLOT_BITS) - 1) != slot:
+                    return
             if not self._index.remove(digest, location):
                 return
-            segment = self._by_handle.get(location >> _SLOT_BITS)
             if segment is not None and segment.owned:
-                self._void(segment, location & ((1 << _SLOT_BITS) - 1))
+                self._void(segment, slot)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from sgl_kvtier.errors import StoreError
+from sgl_kvtier.errors import DamagedError, StoreError
 
 VERSION = 1
 HEADER_BYTES = 4096
@@ -78,19 +78,20 @@ class TocHeader(NamedTuple):
         """Parse the first bytes of a table of contents.
 
         Raises:
-            StoreError: Not a table of contents, damaged, or of another version.
+            DamagedError: Not a table of contents, or damaged.
+            StoreError: Of another version.
         """
         if len(data) < HEADER_BYTES:
-            raise StoreError(f"table of contents is cut off after {len(data)} bytes")
+            raise DamagedError(f"table of contents is cut off after {len(data)} bytes")
         body = data[: _HEADER.size]
         magic, version, header_bytes, slot_bytes, slot_count, segment_id = _HEADER.unpack(body)
         if magic != _MAGIC:
-            raise StoreError(f"not a table of contents: it begins with {magic!r}")
+            raise DamagedError(f"not a table of contents: it begins with {magic!r}")
         if version != VERSION:
             raise StoreError(f"table of contents of version {version}; this build reads version {VERSION}")
         check = int.from_bytes(data[_HEADER.size : _HEADER.size + 8], "little")
         if header_bytes != HEADER_BYTES or xxhash.xxh3_64_intdigest(body) != check:
-            raise StoreError("table of contents header fails its checksum")
+            raise DamagedError("table of contents header fails its checksum")
         return cls(slot_bytes, slot_count, segment_id)
 
     @property

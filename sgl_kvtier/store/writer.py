@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from sgl_kvtier.errors import StoreError
+from sgl_kvtier.errors import DamagedError, StoreError
 from sgl_kvtier.store import files
 from sgl_kvtier.store.directory import segment_folder, segment_folders, segment_number
 from sgl_kvtier.store.feed import WHOLE_SEGMENT, Feed
@@ -19,7 +19,7 @@ class Writer:
     """One writer folder as this process sees it: its own after :meth:`try_own`, else read only."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder for reading.
+        """Open the folder for reading; a damaged change feed is repaired, unless its owner lives.
 
         Raises:
             StoreError: Not a writer folder of this version.
@@ -29,7 +29,10 @@ class Writer:
         self.folder = folder
         self.owned = False
         self._lock = files.FileLock(folder / "lock")
-        self.feed = Feed(folder / "feed.bin", create=False)
+        try:
+            self.feed = Feed(folder / "feed.bin", create=False)
+        except DamagedError:
+            self.feed = self._repaired_feed()
         #: Feed position up to which the process knows the folder.
         self.seen = 0
         self.segments: dict[int, Segment] = {}
@@ -42,6 +45,20 @@ class Writer:
         if not writer.try_own():
             raise StoreError(f"{folder}: just created, and already owned by another process")
         return writer
+
+    def _repaired_feed(self) -> Feed:
+        path = self.folder / "feed.bin"
+        # The store's lock is held while a folder is created: with it, the feed is not just half written.
+        with files.FileLock(self.folder.parent / "lock"):
+            try:
+                return Feed(path, create=False)
+            except DamagedError:
+                if not self._lock.try_acquire():
+                    raise
+            logger.warning("%s is damaged, and repaired", path)
+            Feed.repair(path)
+            self._lock.release()
+            return Feed(path, create=False)
 
     def try_own(self) -> bool:
         """Become the one process that writes here; False while another one is. Leftovers of a crash are removed."""
@@ -79,11 +96,16 @@ class Writer:
         return opened
 
     def open_segment(self, number: int) -> Segment | None:
-        """Open one segment; None when it is gone or unusable."""
+        """Open one segment; None when it is gone or unusable. The owner deletes a damaged one: its space is needed."""
         folder = segment_folder(self.folder, number)
         try:
             segment = Segment(folder, owned=self.owned)
         except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            logger.warning("segment %s is %s: %s", folder, "deleted" if self.owned else "left out", error)
+            if self.owned:
+                shutil.rmtree(folder, ignore_errors=True)
             return None
         except (OSError, StoreError) as error:
             logger.warning("segment %s is left out: %s", folder, error)

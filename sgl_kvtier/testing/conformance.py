@@ -71,6 +71,7 @@ _CONTENTS: dict[str, Callable[[Any], None]] = {
 #: What no caller should give as keys.
 _BAD_KEYS: list[Any] = [None, [], [None], [7], [b"bytes"], ["\ud800"], ["\0/../" * 99], "text", {"set"}, [["list"]]]
 
+_damages = pytest.mark.parametrize("damage", ["flips", "many-flips", "cut"])
 _dialects = pytest.mark.parametrize("dialect", DIALECTS)
 
 
@@ -90,15 +91,21 @@ class BackendConformance:
         """Extra configuration that caps the backend's disk use."""
         return {"capacity": capacity_bytes}
 
-    def damage(self, directory: Path) -> None:
-        """Damage every stored page of a closed backend: here every file of more than 4 KiB, by turns in two ways."""
-        files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 4096)
-        for number, path in enumerate(files):
+    def damage(self, directory: Path, kind: str) -> None:
+        """Damage every stored page of a closed backend: here every file of more than 4 KiB.
+
+        Args:
+            directory: The backend's directory.
+            kind: ``"flips"``: one byte in each 4 KiB; ``"many-flips"``: one in each 256 bytes; ``"cut"``: the last two
+                thirds are gone.
+        """
+        for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 4096):
             content = bytearray(path.read_bytes())
-            if number % 2:
+            if kind == "cut":
                 del content[len(content) // 3 :]
             else:
-                content[::256] = bytes(byte ^ 0xA5 for byte in content[::256])
+                places = slice(2048, None, 4096) if kind == "flips" else slice(0, None, 256)
+                content[places] = bytes(byte ^ 0xA5 for byte in content[places])
             path.write_bytes(content)
 
     def disk_bytes(self, directory: Path) -> int:
@@ -441,20 +448,22 @@ class BackendConformance:
     # ------------------------------------------------------------------ what goes wrong
 
     @_dialects
-    def test_damaged_files_are_misses(self, dialect: str) -> None:
-        """Flipped bits and cut files: a miss or the right bytes, never wrong ones; then ``exists`` says no."""
+    @_damages
+    def test_damaged_files_are_misses(self, damage: str, dialect: str) -> None:
+        """Flipped bits and cut files: a miss, neither an exception nor wrong bytes; then ``exists`` says no."""
         pool = self.pool(seed=28)
         backend, keys, stored = self.open(pool), page_keys(60), all_pages(pool)
         DIALECTS[dialect].put(backend, pool, keys, range(60))
         self.close(backend)
-        self.damage(self.directory)
+        self.damage(self.directory, damage)
         backend = self.open(pool)
         answers = [DIALECTS[dialect].get(backend, pool, [keys[page]], [page])[0] for page in range(60)]
         assert answers == [False] * 60
         assert not any(backend.exists(key) for key in keys)
         assert all_pages(pool)[60:] == stored[60:]
 
-    def test_damaged_store_stores_again(self) -> None:
+    @_damages
+    def test_damaged_store_stores_again(self, damage: str) -> None:
         """Damage costs the pages it hit, not the backend, nor the room they took."""
         pool = self.pool(seed=29)
         config: dict[str, Any] = {"extra_config": self.capped_config(8 << 20)}
@@ -465,7 +474,7 @@ class BackendConformance:
         fill_like_kv(pool, 29)
         DIALECTS["generic"].put(backend, pool, keys, range(20))
         self.close(backend)
-        self.damage(self.directory)
+        self.damage(self.directory, damage)
         backend = self.open(pool, **config)
         for page, key in enumerate(keys):
             DIALECTS["generic"].get(backend, pool, [key], [100 + page])

@@ -26,7 +26,6 @@ from sgl_kvtier.testing.pools import (
     page_keys,
 )
 
-
 SLOTS = 6
 
 
