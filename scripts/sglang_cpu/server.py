@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -25,8 +24,6 @@ SHIM = Path(__file__).parent / "shim"
 
 _START_DEADLINE_S = 300
 _STOP_DEADLINE_S = 20
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-_LIBC = ctypes.CDLL(None)
 
 #: Arguments that make SGLang 0.5.23 run on a CPU.
 CPU_ARGS = (
@@ -105,6 +102,7 @@ class SGLangServer:
     python: str = sys.executable
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
+    _guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> SGLangServer:
         """Start the server and wait until it answers."""
@@ -131,13 +129,15 @@ class SGLangServer:
         with open(self.log, "ab") as output:
             # A session of its own: SIGKILL to the group takes the schedulers along, as a crash of the host would.
             self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no locks
+                command, stdout=output, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
             )
+        # When this process dies without cleaning up, the pipe closes, and the guard ends the server in its place.
+        self._guard = subprocess.Popen(
+            ["sh", "-c", f"read _; kill -s KILL -- -{self._process.pid}"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         atexit.register(self.kill)
         deadline = time.monotonic() + _START_DEADLINE_S
         while True:
@@ -163,6 +163,9 @@ class SGLangServer:
         if self._process is not None:
             self._process.wait()
             self._process = None
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
         atexit.unregister(self.kill)
 
     def stop(self) -> None:
@@ -215,11 +218,6 @@ class SGLangServer:
     def flush(self) -> None:
         """Empty the caches in device and host memory; the storage keeps what it has."""
         self.call("POST", "/flush_cache?timeout=30").raise_for_status()
-
-
-def _die_with_parent() -> None:
-    """In the new process: end when this one ends in a way that leaves no time for cleaning up."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _joined(before: list[int], chunk: list[int], total: int) -> list[int]:

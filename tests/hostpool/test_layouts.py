@@ -175,7 +175,7 @@ def test_flat_tensors_that_are_no_page_are_kept_apart(open_store: Any) -> None:
     assert V1().get(backend, pool, ["key"], [0]) == [False]
 
 
-def test_half_a_view_of_a_large_pool(open_store: Any) -> None:
+def test_first_and_last_page(open_store: Any) -> None:
     """First and last page of a pool: offsets reach the pool's end exactly, and no further."""
     for layout in MHA_LAYOUTS:
         pool = _mha(layout, "float32")
