@@ -11,7 +11,7 @@ from sgl_kvtier_kernels.index import DigestIndex
 from tests.kernels.strategies import examples
 
 # Mixing wraps around by design; in plain Python, without the compiler, NumPy warns of it.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in scalar:RuntimeWarning")
 
 # Few distinct values, in the low bits, in the high bits, and at the ends: chains, wrap-around, equal halves.
 _WORDS = st.one_of(
