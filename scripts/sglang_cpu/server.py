@@ -215,9 +215,9 @@ class SGLangServer:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         return requests.request(method, f"{self.url}{path}", json=body, headers=headers, timeout=120)
 
-    def flush(self) -> None:
+    def flush(self, api_key: str | None = None) -> None:
         """Empty the caches in device and host memory; the storage keeps what it has."""
-        self.call("POST", "/flush_cache?timeout=30").raise_for_status()
+        self.call("POST", "/flush_cache?timeout=30", api_key=api_key).raise_for_status()
 
 
 def _joined(before: list[int], chunk: list[int], total: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_kvtier.store.store import ChainPlace, RecordKey, Store, StoredRecord, StoreStats
+from sgl_kvtier.store.record import ChainPlace, RecordKey, StoredRecord
+from sgl_kvtier.store.store import Store, StoreStats
 
 __all__ = ["ChainPlace", "RecordKey", "Store", "StoreStats", "StoredRecord"]

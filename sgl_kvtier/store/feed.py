@@ -58,11 +58,11 @@ class Feed:
     def repair(path: Path) -> None:
         """Make a damaged feed one again. Call as the owner of the folder.
 
-        It is done in place, since readers may have the file mapped; an implausible head makes them read everything.
+        It is done in place, since readers may have the file mapped; a head below theirs makes them read everything.
         """
         with files.closing_fd(files.open_private(path, os.O_RDWR)) as fd:
             os.posix_fallocate(fd, 0, HEADER_BYTES + 8 * EVENTS)
-            files.write_whole(fd, [_HEADER], 0)
+            files.write_whole(fd, [_HEADER, bytes(16)], 0)
 
     @property
     def head(self) -> int:
@@ -73,7 +73,7 @@ class Feed:
         """Tell readers that ``slot`` of ``segment`` changed. The writer alone calls it, one call at a time."""
         head = int(self._counters[0])
         self._events[head % EVENTS] = segment << 32 | slot
-        self._counters[0] = head + 1
+        self._counters[0] = (head + 1) & 0xFFFFFFFFFFFFFFFF
 
     def since(self, seen: int) -> tuple[int, list[tuple[int, int]] | None]:
         """The new head, and the (segment, slot) events after ``seen``; None when some of them are gone."""

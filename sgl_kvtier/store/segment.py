@@ -109,7 +109,7 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Disk space of the segment in bytes."""
-        return self.header.data_bytes + self.header.toc_bytes
+        return self.header.nbytes
 
     def live_entries(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Slot numbers and entries of all valid slots, as copies."""

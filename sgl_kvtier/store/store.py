@@ -18,55 +18,24 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sgl_kvtier.codec.base import HEADER_BYTES, Bytes, Encoded, RecordHeader, payload_checksum
+from sgl_kvtier.codec.base import HEADER_BYTES, Encoded, RecordHeader, payload_checksum
 from sgl_kvtier.config import AUTO_CAPACITY_LIMIT_BYTES, MIB, TierConfig
 from sgl_kvtier.errors import RecordError, StoreError, StoreFullError
 from sgl_kvtier.identity import Namespace
 from sgl_kvtier.store import toc
+from sgl_kvtier.store.catalog import Catalog, Digests, Place
 from sgl_kvtier.store.directory import StoreDirectory, namespace_prefix, segment_number
 from sgl_kvtier.store.feed import WHOLE_SEGMENT
+from sgl_kvtier.store.record import ChainPlace, RecordKey, StoredRecord, verified_record
 from sgl_kvtier.store.segment import Segment, slot_class
 from sgl_kvtier.store.space import SlotPool, oldest_slots
 from sgl_kvtier.store.toc import TocEntry
 from sgl_kvtier.store.writer import Writer
-from sgl_kvtier_kernels.index import DigestIndex
 
 logger = logging.getLogger(__name__)
 
-Digests = npt.NDArray[np.uint64]
-
-_SLOT_BITS = 32
 #: A store of few segments could neither mix slot sizes nor evict in small steps.
 _SEGMENTS_PER_STORE = 16
-
-
-class RecordKey(NamedTuple):
-    """Name of a record: its namespace digest (32 bytes), its key (32 bytes), and their index digest ``uint64[2]``."""
-
-    namespace: bytes
-    key: bytes
-    digest: Digests
-
-
-class ChainPlace(NamedTuple):
-    """Where a page stands in its chain: number of pages before it, and the low index digest of the one before."""
-
-    position: int = toc.UNKNOWN_POSITION
-    parent: int = 0
-
-
-class StoredRecord(NamedTuple):
-    """A record as found: header, payload in the segment's map, and the entry it was found by."""
-
-    header: RecordHeader
-    payload: Bytes
-    segment: Segment
-    slot: int
-    raw_entry: bytes
-
-    def intact(self) -> bool:
-        """Whether the slot still holds this record: ask after the payload was used, before believing the result."""
-        return self.segment.raw_entry(self.slot) == self.raw_entry
 
 
 class StoreStats(NamedTuple):
@@ -99,12 +68,8 @@ class Store:
         self._segment_bytes = max(MIB, min(config.segment_bytes, self.capacity_bytes // _SEGMENTS_PER_STORE))
         self._lock = threading.RLock()
         self._writes_done = threading.Condition(self._lock)
-        self._index = DigestIndex()
         self._writers: dict[str, Writer] = {}
-        self._by_handle: dict[int, Segment] = {}
-        self._next_handle = 1
-        #: For segments of others: the digest each slot was indexed under, uint64[slots, 2].
-        self._known: dict[int, Digests] = {}
+        self._catalog = Catalog()
         self._slots = SlotPool()
         self._cleared: dict[int, int] = {}
         self._changed_ns = 0
@@ -126,17 +91,16 @@ class Store:
     def leading_run(self, digests: Digests) -> int:
         """How many of ``digests``, uint64[n, 2], are present before the first that is not."""
         self._refresh()
-        return int(self._index.leading_run(digests))
+        return self._catalog.leading_run(digests)
 
     def present(self, digests: Digests) -> npt.NDArray[np.bool_]:
         """Which of ``digests``, uint64[n, 2], are present."""
         self._refresh()
-        found: npt.NDArray[np.bool_] = self._index.get(digests) != 0
-        return found
+        return self._catalog.present(digests)
 
     def contains(self, name: RecordKey) -> bool:
         """Whether a record is present under ``name``, as far as this process knows."""
-        return bool(self._index.get(name.digest.reshape(1, 2))[0])
+        return self._catalog.find(name.digest) is not None
 
     def read(self, name: RecordKey) -> StoredRecord | None:
         """The record under ``name``, its checksum verified; None when there is none.
@@ -144,49 +108,34 @@ class Store:
         Raises:
             RecordError: There was one, and it is damaged. It is dropped, so that the next look finds none.
         """
-        location = int(self._index.get(name.digest.reshape(1, 2))[0])
-        if not location:
+        place = self._catalog.find(name.digest)
+        if place is None:
             self._refresh()  # another process may have stored it since the last look
-            location = int(self._index.get(name.digest.reshape(1, 2))[0])
-        segment = self._by_handle.get(location >> _SLOT_BITS) if location else None
-        if segment is None:
+            place = self._catalog.find(name.digest)
+        if place is None:
             return None
-        slot = location & ((1 << _SLOT_BITS) - 1)
+        segment, slot = place
         raw = segment.raw_entry(slot)
         entry = segment.entry(slot, raw)
         if entry is None or entry.digest_lo != int(name.digest[0]) or entry.digest_hi != int(name.digest[1]):
-            self._forget(name.digest, location)
+            with self._lock:
+                self._catalog.forget(name.digest, segment, slot)
             return None
         try:
-            record = self._verified(name, segment, slot, raw, entry)
+            record = verified_record(name, place, raw, entry)
         except RecordError:
             if segment.raw_entry(slot) != raw:  # rewritten while we read: not damage, just gone
                 return None
-            self._drop(name.digest, location)
+            self._drop(name.digest, place)
             raise
         segment.last_use_us[slot] = time.time_ns() // 1000
         return record
 
     def drop(self, name: RecordKey) -> None:
         """Forget the record under ``name``, if there is one."""
-        location = int(self._index.get(name.digest.reshape(1, 2))[0])
-        if location:
-            self._drop(name.digest, location)
-
-    @staticmethod
-    def _verified(name: RecordKey, segment: Segment, slot: int, raw: bytes, entry: TocEntry) -> StoredRecord:
-        end = HEADER_BYTES + entry.payload_bytes
-        if end > segment.header.slot_bytes:
-            raise RecordError(f"entry claims a record of {end} bytes in a slot of {segment.header.slot_bytes}")
-        header = RecordHeader.unpack(segment.data[slot, :HEADER_BYTES].tobytes())
-        if header.namespace != name.namespace or header.key != name.key:
-            raise RecordError("record belongs to another page than its entry")
-        if (header.payload_bytes, header.payload_checksum) != (entry.payload_bytes, entry.payload_checksum):
-            raise RecordError("record header and entry disagree")
-        payload = segment.data[slot, HEADER_BYTES:end]
-        if payload_checksum([payload]) != entry.payload_checksum:
-            raise RecordError("payload fails its checksum")
-        return StoredRecord(header, payload, segment, slot, raw)
+        place = self._catalog.find(name.digest)
+        if place is not None:
+            self._drop(name.digest, place)
 
     # ------------------------------------------------------------------ writing
 
@@ -248,7 +197,7 @@ class Store:
         segment.publish(slot, entry)
         segment.used[slot] = True
         segment.last_use_us[slot] = entry.written_us
-        self._index.put(name.digest, segment.handle << _SLOT_BITS | slot)
+        self._catalog.put(name.digest, segment, slot)
         self._post(segment, slot)
 
     def clear(self, namespaces: Iterable[bytes]) -> int:
@@ -263,29 +212,27 @@ class Store:
                 self.directory.mark_cleared(digest, stamp)
                 self._cleared[namespace_prefix(digest)] = stamp
             self._adopt()
-            for segment in list(self._by_handle.values()):
+            for segment in self._catalog.segments:
                 slots, entries = segment.live_entries()
                 chosen = np.isin(entries["namespace"], prefixes)
                 for slot, entry in zip(slots[chosen].tolist(), entries[chosen], strict=True):
-                    cleared += self._index.remove(entry["digest"], segment.handle << _SLOT_BITS | slot)
+                    cleared += self._catalog.forget(entry["digest"], segment, slot)
                     if segment.owned:
                         self._void(segment, slot)
         return cleared
 
     def stats(self) -> StoreStats:
         """Counts in memory: no disk I/O, and no lock of the store."""
-        own = sum(segment.nbytes for segment in list(self._by_handle.values()) if segment.owned)
-        return StoreStats(len(self._index), self.capacity_bytes, own, self._evicted)
+        own = sum(segment.nbytes for segment in self._catalog.owned)
+        return StoreStats(len(self._catalog), self.capacity_bytes, own, self._evicted)
 
     def close(self) -> None:
         """Close all files and give up the writer folders. Calls after it find nothing and store nothing."""
         with self._writes_done:
             self._closed = True
             # Closing a file under a write could let the write hit another file of the same number.
-            self._writes_done.wait_for(lambda: not any(s.pending_writes for s in self._by_handle.values()))
-            self._index.clear()
-            self._by_handle.clear()
-            self._known.clear()
+            self._writes_done.wait_for(lambda: not any(s.pending_writes for s in self._catalog.segments))
+            self._catalog.clear()
             self._slots.clear()
             for writer in self._writers.values():
                 writer.close()
@@ -301,43 +248,55 @@ class Store:
                 raise StoreFullError("the store is closed")
             self._refresh()
             self._yield_to_peers()
-            # Eviction may give up a whole segment of another slot size, whose space is then allocated anew.
-            for make_room in (None, self._grow, self._evict, self._grow):
-                if make_room is not None:
-                    make_room(wanted)
+            found = self._slots.take(wanted)
+            if found is None and self._may_hold(wanted):
+                self._grow(wanted)
                 found = self._slots.take(wanted)
-                if found is not None:
-                    found[0].pending_writes += 1
-                    self._own_writer().feed.want = False
-                    return found
-            self._own_writer().feed.want = True
+                # Giving up a segment of other slots makes room on disk, not yet a slot; it may take several.
+                while found is None and self._evict(wanted):
+                    if (found := self._slots.take(wanted)) is None:
+                        self._grow(wanted)
+                        found = self._slots.take(wanted)
+                self._own_writer().feed.want = found is None
+            if found is not None:
+                found[0].pending_writes += 1
+                return found
         raise StoreFullError(
             f"no slot of {wanted} bytes: capacity {self.capacity_bytes} is spent, and nothing here may be evicted"
         )
 
+    def _segment_shape(self, slot_bytes: int) -> toc.TocHeader:
+        return toc.TocHeader(slot_bytes, max(1, self._segment_bytes // slot_bytes), bytes(16))
+
+    def _may_hold(self, slot_bytes: int) -> bool:
+        """Whether a segment of such slots fits into the capacity at all."""
+        return self._segment_shape(slot_bytes).nbytes <= self.capacity_bytes
+
     def _grow(self, slot_bytes: int) -> None:
         """Add a segment of ``slot_bytes`` slots, if budget and disk allow."""
-        slot_count = max(1, self._segment_bytes // slot_bytes)
-        needed = toc.TocHeader(slot_bytes, slot_count, bytes(16))
-        needed_bytes = needed.data_bytes + needed.toc_bytes
+        shape = self._segment_shape(slot_bytes)
         writer = self._own_writer()
         with self.directory.lock():
-            if self.directory.segment_files_bytes() + needed_bytes > self.capacity_bytes:
+            if self.directory.segment_files_bytes() + shape.nbytes > self.capacity_bytes:
                 return
-            if self.directory.free_bytes() < needed_bytes + self._config.min_free_bytes:
+            if self.directory.free_bytes() < shape.nbytes + self._config.min_free_bytes:
                 return
             try:
-                segment = writer.new_segment(slot_bytes, slot_count)
+                segment = writer.new_segment(slot_bytes, shape.slot_count)
             except StoreFullError as error:
                 logger.warning("%s", error)
                 return
         self._add(segment)
 
-    def _evict(self, slot_bytes: int) -> None:
-        """Void the least recently used slots that fit, or give up the least recently used segment that does not."""
-        owned = self._owned_segments() or (self._adopt() and self._owned_segments())
+    def _evict(self, slot_bytes: int) -> bool:
+        """Void the least recently used slots that fit, or give up the least recently used segment that does not.
+
+        Returns:
+            Whether anything was given up.
+        """
+        owned = self._catalog.owned or (self._adopt() and self._catalog.owned)
         if not owned:
-            return
+            return False
         fitting = [segment for segment in owned if self._slots.fits(slot_bytes, segment.header.slot_bytes)]
         oldest_other = self._least_recent(segment for segment in owned if segment not in fitting)
         victims = oldest_slots(fitting)
@@ -345,15 +304,15 @@ class Store:
             segment, slot = victims[0]
             if int(oldest_other.last_use_us.max()) < int(segment.last_use_us[slot]):
                 victims = []
-        if victims:
-            for segment, slot in victims:
-                entry = segment.entry(slot)
-                if entry is not None:
-                    digest = np.array([entry.digest_lo, entry.digest_hi], np.uint64)
-                    self._evicted += self._index.remove(digest, segment.handle << _SLOT_BITS | slot)
-                self._void(segment, slot)
-        elif oldest_other is not None:
+        for segment, slot in victims:
+            entry = segment.entry(slot)
+            if entry is not None:
+                digest = np.array([entry.digest_lo, entry.digest_hi], np.uint64)
+                self._evicted += self._catalog.forget(digest, segment, slot)
+            self._void(segment, slot)
+        if not victims and oldest_other is not None:
             self._delete(oldest_other)
+        return bool(victims) or oldest_other is not None
 
     def _yield_to_peers(self) -> None:
         """Give a segment back when another live process finds no space and we hold more than our share."""
@@ -361,7 +320,7 @@ class Store:
         if not waiting:
             return
         live = [w for w in waiting if w.is_live()]
-        owned = self._owned_segments()
+        owned = self._catalog.owned
         share = self.capacity_bytes // (1 + len([w for w in self._writers.values() if not w.owned and w.is_live()]))
         if live and len(owned) > 1 and sum(segment.nbytes for segment in owned) > share:
             oldest = self._least_recent(owned)
@@ -400,7 +359,7 @@ class Store:
         if not writer.try_own():
             return False
         for segment in known:
-            self._remove(segment)
+            self._catalog.remove(segment)
         for segment in writer.open_segments():
             self._add(segment)
         # A crash may have cut off the feed after a slot changed: readers look at everything again.
@@ -409,11 +368,9 @@ class Store:
         writer.seen = writer.feed.head
         return True
 
-    def _owned_segments(self) -> list[Segment]:
-        return [segment for segment in self._by_handle.values() if segment.owned]
-
     def _void(self, segment: Segment, slot: int) -> None:
         """Void an owned slot and make it free; a slot that cannot be voided stays out of use."""
+        segment.used[slot] = False
         try:
             segment.void(slot)
         except OSError as error:
@@ -425,7 +382,8 @@ class Store:
 
     def _delete(self, segment: Segment) -> None:
         """Give up a whole owned segment."""
-        self._evicted += self._remove(segment)
+        self._evicted += self._catalog.remove(segment)
+        self._slots.forget(segment)
         writer = self._writers[segment.directory.parent.name]
         try:
             writer.delete_segment(segment)
@@ -487,64 +445,23 @@ class Store:
             segment = writer.segments.get(number)
             if slot == WHOLE_SEGMENT:
                 if segment is not None:
-                    self._remove(segment)
+                    self._catalog.remove(segment)
                     writer.segments.pop(number).close()
                 if (opened := writer.open_segment(number)) is not None:
                     self._add(opened)
             elif segment is not None and slot < segment.header.slot_count:
-                self._reindex(segment, slot)
-
-    def _reindex(self, segment: Segment, slot: int) -> None:
-        """Bring the index up to date with one slot of another process's segment."""
-        if segment.handle not in self._known:
-            return
-        known = self._known[segment.handle][slot]
-        location = segment.handle << _SLOT_BITS | slot
-        entry = segment.entry(slot)
-        digest = np.zeros(2, np.uint64)
-        if entry is not None and entry.written_us > self._cleared.get(entry.namespace, 0):
-            digest[:] = entry.digest_lo, entry.digest_hi
-        if known.any() and (known != digest).any():
-            self._index.remove(known, location)
-        if digest.any():
-            self._index.put(digest, location)
-        known[:] = digest
+                self._catalog.reindex(segment, slot, self._cleared)
 
     def _add(self, segment: Segment) -> None:
-        """Index all records of a newly opened segment; the free slots of an owned one become usable."""
-        segment.handle = self._next_handle
-        self._next_handle += 1
-        self._by_handle[segment.handle] = segment
-        slots, entries = segment.live_entries()
-        current = np.ones(len(slots), bool)
-        for prefix, cleared_us in self._cleared.items():
-            current &= (entries["namespace"] != prefix) | (entries["written_us"] > cleared_us)
-        slots, entries = slots[current], entries[current]
-        digests = np.ascontiguousarray(entries["digest"]).astype(np.uint64)
-        self._index.put_many(digests, slots.astype(np.uint64) | np.uint64(segment.handle << _SLOT_BITS))
+        """Index a newly opened segment; the free slots of an owned one become usable."""
+        cleared = self._catalog.add(segment, self._cleared)
         if segment.owned:
-            segment.used[slots] = True
             for slot in np.flatnonzero(~segment.used).tolist():
-                self._slots.give(segment, slot)
-        else:
-            known = np.zeros((segment.header.slot_count, 2), np.uint64)
-            known[slots] = digests
-            self._known[segment.handle] = known
-
-    def _remove(self, segment: Segment) -> int:
-        """Take a segment's records out of the index and its slots out of use; returns the number of records."""
-        removed = 0
-        slots, entries = segment.live_entries()
-        digests = np.ascontiguousarray(entries["digest"]).astype(np.uint64)
-        for slot, digest in zip(slots.tolist(), digests, strict=True):
-            removed += self._index.remove(digest, segment.handle << _SLOT_BITS | slot)
-        known = self._known.pop(segment.handle, None)
-        if known is not None:
-            for slot in np.flatnonzero(known.any(axis=1)).tolist():
-                removed += self._index.remove(known[slot], segment.handle << _SLOT_BITS | slot)
-        self._by_handle.pop(segment.handle, None)
-        self._slots.forget(segment)
-        return removed
+                if slot not in cleared:
+                    self._slots.give(segment, slot)
+            # Readers take an unchanged entry as proof of what a slot holds: it must go before the slot is rewritten.
+            for slot in cleared:
+                self._void(segment, slot)
 
     def _read_cleared(self) -> None:
         self._cleared = {
@@ -553,24 +470,14 @@ class Store:
 
     # ------------------------------------------------------------------ bad records
 
-    def _forget(self, digest: Digests, location: int) -> None:
-        """Take a stale pointer out of the index."""
-        with self._lock:
-            self._index.remove(digest, location)
-
-    def _drop(self, digest: Digests, location: int) -> None:
+    def _drop(self, digest: Digests, place: Place) -> None:
         """Forget a record, and void its slot when it is ours, so that it does not come back at the next open."""
-        slot = location & ((1 << _SLOT_BITS) - 1)
         with self._lock:
-            segment = self._by_handle.get(location >> _SLOT_BITS)
-            if segment is not None and not segment.owned and self._adopt():
+            if not place.segment.owned and self._adopt():
                 # Its writer is gone. Had we left the folder alone, the record would be back once we write to it.
-                directory = segment.directory
-                location = int(self._index.get(digest.reshape(1, 2))[0])
-                segment = self._by_handle.get(location >> _SLOT_BITS)
-                if segment is None or segment.directory != directory or location & ((1 << _SLOT_BITS) - 1) != slot:
+                now = self._catalog.find(digest)
+                if now is None or (now.segment.directory, now.slot) != (place.segment.directory, place.slot):
                     return
-            if not self._index.remove(digest, location):
-                return
-            if segment is not None and segment.owned:
-                self._void(segment, slot)
+                place = now
+            if self._catalog.forget(digest, *place) and place.segment.owned:
+                self._void(*place)

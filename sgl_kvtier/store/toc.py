@@ -109,6 +109,11 @@ class TocHeader(NamedTuple):
         """Size of the segment's data file."""
         return self.slot_bytes * self.slot_count
 
+    @property
+    def nbytes(self) -> int:
+        """Disk space of the segment in bytes."""
+        return self.data_bytes + self.toc_bytes
+
 
 class TocEntry(NamedTuple):
     """What a slot holds.

@@ -26,23 +26,29 @@ from tests.sglang.rig import (
 )
 
 
-def _model(name: str, seed: int) -> Path:
+def _model(name: str, kind: str, *arguments: str) -> Path:
     """A random model, made in a process of its own and kept between runs."""
     folder = REPO / ".cache" / "models" / name
-    subprocess.run([sys.executable, str(MODELS), "tiny_llama", str(folder), str(seed)], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(MODELS), kind, str(folder), *arguments], check=True, capture_output=True)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Path:
     """A random Llama."""
-    return _model("tiny_llama", seed=0)
+    return _model("tiny_llama", "tiny_llama", "0")
 
 
 @pytest.fixture(scope="session")
 def other_llama() -> Path:
     """Another Llama of the same architecture."""
-    return _model("other_llama", seed=1)
+    return _model("other_llama", "tiny_llama", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_mla() -> Path:
+    """A random model with multi-head latent attention."""
+    return _model("tiny_mla", "tiny_mla")
 
 
 @pytest.fixture(scope="session")

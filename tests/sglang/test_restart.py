@@ -88,6 +88,20 @@ def test_host_memory_as_a_mere_buffer(serve: Serve, tmp_path: Path) -> None:
     assert answer.output_ids == before.output_ids
 
 
+def test_latents_are_stored_once_for_all_tensor_parallel_ranks(serve: Serve, tiny_mla: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    ids = prompt(1)
+    with serve(store, "--tp", "2", model=tiny_mla, bind="0|1") as server:
+        before = server.generate(ids)
+        found = wait_for_pages(store, 25)
+        server.kill()
+    assert (found.pages, len(found.namespaces)) == (25, 1)
+    with serve(store, "--tp", "2", model=tiny_mla, bind="0|1") as server:
+        answer = server.generate(ids)
+    assert answer.cached_tokens["storage"] == 384
+    assert answer.output_ids == before.output_ids
+
+
 @pytest.mark.parametrize(
     "change", ["kv_dtype", "page_size", "model"], ids=["another KV dtype", "another page size", "another model"]
 )

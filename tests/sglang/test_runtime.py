@@ -29,7 +29,7 @@ def test_attach_detach_and_attach_again_over_http(serve: Serve, tmp_path: Path) 
             return response.status_code, response.text
 
         before = server.generate(ids)
-        server.flush()
+        server.flush(_KEY)
         for extra, parts in (
             ({"capasity": "1GiB"}, ("capasity", "accepted keys", "capacity")),
             ({"codec": "lz4"}, ("codec", "lz4")),
@@ -43,23 +43,23 @@ def test_attach_detach_and_attach_again_over_http(serve: Serve, tmp_path: Path) 
             assert status == 400, text
             assert all(part in text for part in parts), text
         assert server.generate(ids).output_ids == before.output_ids
-        server.flush()
+        server.flush(_KEY)
 
         status, text = attach()
         assert status == 200, text
         assert server.generate(ids).cached_tokens["storage"] == 0
         wait_for_pages(store, 25)
         assert server.call("DELETE", "/hicache/storage-backend", api_key=_KEY).status_code == 200
-        server.flush()
+        server.flush(_KEY)
         assert server.generate(ids).cached_tokens["storage"] == 0
-        server.flush()
+        server.flush(_KEY)
         status, text = attach()
         assert status == 200, text
         answer = server.generate(ids)
         assert answer.cached_tokens["storage"] == 384
         assert answer.output_ids == before.output_ids
         assert server.call("POST", "/hicache/storage-backend/clear", api_key=_KEY).status_code == 200
-        server.flush()
+        server.flush(_KEY)
         assert server.generate(ids).cached_tokens["storage"] == 0
 
 

@@ -1,6 +1,7 @@
 """``sglang.srt.plugins`` entry point: what HiCache lacks without a GPU.
 
-The host pools import their copy kernels only where there is a GPU, and always ask for pinned memory.
+The host pools import their copy kernels only where there is a GPU, and always ask for pinned memory. For MLA models
+SGLang takes its torch attention, which it does not know there, through the path that needs expanded keys.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ def _without_pinning(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[s
 
 
 def load() -> None:
-    """Give the host pools their copies in torch, and switch pinning off; does nothing where SGLang has a GPU."""
+    """Give the host pools their copies in torch, switch pinning off, and let torch attention read latents.
+
+    Does nothing where SGLang has a GPU.
+    """
     from sglang.srt.utils import is_cpu
 
     if not is_cpu():
         return
     import sgl_kernel.kvcacheio as copies
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in _POOL_MODULES:
@@ -31,3 +39,4 @@ def load() -> None:
             if not hasattr(module, copy):
                 setattr(module, copy, getattr(copies, copy))
     HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinning, HookType.BEFORE)
+    AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)
