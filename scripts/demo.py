@@ -340,7 +340,7 @@ def _result(setting: Setting, talks: list[Session], raw_bytes: int, stored_bytes
 
 def _report(result: Result, seconds: float) -> None:
     table = Table(title=f"L3 backend {result.backend}, KV cache {result.kv_dtype}: tokens, and time to first token")
-    for title in ("session", "prompt", "loaded", "computed", "first", "restored", "no L3", "equal"):
+    for title in ("session", "prompt", "loaded", "computed", "first", "restored", "no L3", "same"):
         table.add_column(title, justify="left" if title == "session" else "right", no_wrap=True)
     for row in result.rows:
         table.add_row(

@@ -185,6 +185,7 @@ class PageMap:
         self._runs = tuple(self._compile())
         self.nbytes = sum(run.nbytes for run in self._runs)
         self.coded_bytes = sum(run.coded_bytes for run in self._runs)
+        self.coded_parts = tuple(part.geometry.words for part in self.parts)
 
     def page(self, first_token: int) -> PageView:
         """The page that starts at token index ``first_token`` of the pool.
@@ -194,7 +195,7 @@ class PageMap:
         """
         if not 0 <= first_token <= self._last_first_token or first_token % self.page_tokens:
             raise GeometryError(f"no page starts at token index {first_token} of the host pool")
-        return PageView(self._runs, first_token, self.nbytes, self.coded_bytes)
+        return PageView(self, self._runs, first_token)
 
     def _compile(self) -> Iterator[_Run]:
         def together(part: HostPart) -> tuple[int, int]:
@@ -221,18 +222,19 @@ class PageMap:
 class PageView:
     """One page in host memory, as codecs see it: planes or canonical bytes in, planes or canonical bytes out."""
 
-    __slots__ = ("_first", "_runs", "coded_bytes", "nbytes", "plane_bytes")
+    __slots__ = ("_first", "_runs", "coded_bytes", "coded_parts", "nbytes", "plane_bytes")
 
-    def __init__(self, runs: tuple[_Run, ...], first_token: int, nbytes: int, coded_bytes: int) -> None:
+    def __init__(self, owner: PageMap, runs: tuple[_Run, ...], first_token: int) -> None:
         """Made by :meth:`PageMap.page`; nothing is copied."""
         self._runs = runs
         self._first = first_token
         #: Size of the page in bytes.
-        self.nbytes = nbytes
-        #: Size of the plane that an entropy coder gains on, in bytes.
-        self.coded_bytes = coded_bytes
+        self.nbytes = owner.nbytes
+        #: Size of the plane that an entropy coder gains on, in bytes, and the shares of the parts in it.
+        self.coded_bytes = owner.coded_bytes
+        self.coded_parts = owner.coded_parts
         #: Size of the plane that is stored as it is, in bytes.
-        self.plane_bytes = nbytes - coded_bytes
+        self.plane_bytes = owner.nbytes - owner.coded_bytes
 
     def split(self, coded: Bytes, raw: Bytes) -> None:
         """Write the page's planes: ``coded`` uint8[coded_bytes] and ``raw`` uint8[plane_bytes]."""
