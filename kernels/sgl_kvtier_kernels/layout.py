@@ -4,7 +4,9 @@ A part of a page (K, V, a latent) lies in a flat array ``words`` over a whole ho
 ``base + first_token * token_stride``, its axes ``shape = (P, L, H, D)`` (tokens, layers, heads, dim) with
 ``strides = (sP, sL, sH)`` in words; D is contiguous. Canonical order is C order of ``[P, L, H, D]``, part after part.
 
-Kernels walk in the order of host memory, which is the large and cold side, and jump in the planes, which are not::
+Kernels walk in the order of host memory, which is the large and cold side, and jump in the planes, which are not. They
+prefetch what the walk comes to next: further on in the innermost loop's run, or in the run that follows it; behind the
+last run they go on straight ahead, where the next page of a batch often lies::
 
     for i, j, k:  host[base + i*h0 + j*h1 + k*h2 :][:row]  <->  canonical[at + i*c0 + j*c1 + k*c2 :][:row]
 """
@@ -168,14 +170,22 @@ def gather_words(words: Words, table: Table, first_token: int, out: Words) -> No
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     at = table[part, 2] + i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         source = words[host + start : host + start + length]
                         target = out[at + start : at + start + length]
                         for x in range(length):
@@ -192,14 +202,22 @@ def scatter_words(words: Words, table: Table, first_token: int, source: Words) -
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     at = table[part, 2] + i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         target = words[host + start : host + start + length]
                         canonical = source[at + start : at + start + length]
                         for x in range(length):

@@ -97,14 +97,22 @@ def _split_bf16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     inner = i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         source = words[host + start : host + start + length]
                         at = begin + inner + start
                         c = coded[at : at + length]
@@ -126,14 +134,22 @@ def _merge_bf16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     inner = i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         target = words[host + start : host + start + length]
                         at = begin + inner + start
                         c = coded[at : at + length]
@@ -155,14 +171,22 @@ def _split_fp16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     inner = i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         source = words[host + start : host + start + length]
                         at = begin + inner + start
                         c = coded[at : at + length]
@@ -183,14 +207,22 @@ def _merge_fp16(words: Words, table: Table, first_token: int, coded: Bytes, raw:
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     inner = i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         target = words[host + start : host + start + length]
                         at = begin + inner + start
                         c = coded[at : at + length]
@@ -209,14 +241,22 @@ def _split_fp32(words: Words, table: Table, first_token: int, coded: Bytes, raw:
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     inner = i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         source = words[host + start : host + start + length]
                         at = begin + inner + start
                         c = coded[at : at + length]
@@ -243,14 +283,22 @@ def _merge_fp32(words: Words, table: Table, first_token: int, coded: Bytes, raw:
         n1, h1, c1 = table[part, 7], table[part, 8], table[part, 9]
         n2, h2, c2 = table[part, 10], table[part, 11], table[part, 12]
         row = table[part, 13]
+        span = max(row, n2 * h2)
         for i in range(n0):
             for j in range(n1):
+                run = base + i * h0 + j * h1
+                following = run + span
+                if j + 1 < n1:
+                    following = run + h1
+                elif i + 1 < n0:
+                    following = base + (i + 1) * h0
                 for k in range(n2):
-                    host = base + i * h0 + j * h1 + k * h2
+                    host = run + k * h2
                     inner = i * c0 + j * c1 + k * c2
                     for start in range(0, row, chunk):
                         length = min(chunk, row - start)
-                        prefetch(words, host + start + ahead)
+                        later = k * h2 + start + ahead
+                        prefetch(words, run + later if later < span else following + later - span)
                         target = words[host + start : host + start + length]
                         at = begin + inner + start
                         c = coded[at : at + length]
