@@ -22,7 +22,7 @@ from sgl_kvtier import hits, metrics, sglang_compat
 from sgl_kvtier.config import load_config
 from sgl_kvtier.registry import KV, PoolRegistry, RegisteredPool
 from sgl_kvtier.store import Store
-from sgl_kvtier.tier.ssd import SsdTier
+from sgl_kvtier.tier.ssd import Chain, SsdTier
 from sgl_kvtier_kernels import warm_up
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
             if (pool := (kwargs or {}).get("mem_pool_host")) is not None:
                 self.register_mem_pool_host(pool)
         except Exception:
-            self._tier.store.close()
+            self._tier.close()
             raise
         threading.Thread(target=warm_up, name="sgl-kvtier-warm-up", daemon=True).start()
 
@@ -138,7 +138,8 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
     @_answers(_no_pages)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Store the host pool's pages under ``keys``; one bool each."""
-        return self._save(self._pools[KV], keys, host_indices, _prefix(extra_info))
+        prefix = getattr(extra_info, "prefix_keys", None)
+        return self._save(self._pools[KV], keys, host_indices, Chain.after(prefix))
 
     @_answers(lambda *_args, **_kwargs: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -234,7 +235,11 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
     ) -> bool:
         """Store flat tensors; True when all are stored."""
         given = values if values is not None else target_locations
-        return all(self._set_flat(key, value) for key, value in zip(keys, given, strict=True))
+        befores = [None, *keys]
+        return all(
+            self._set_flat(key, value, before)
+            for key, value, before in zip(keys, given, befores[: len(keys)], strict=True)
+        )
 
     def _get_flat(self, key: str, target: torch.Tensor | None) -> torch.Tensor | None:
         if target is None:
@@ -245,9 +250,9 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
         loaded = [self._tier.get(ns, [key], [page])[0] for ns, page in self._pools.flat_pages(target)]
         return target if all(loaded) else None
 
-    def _set_flat(self, key: str, value: torch.Tensor) -> bool:
+    def _set_flat(self, key: str, value: torch.Tensor, before: str | None = None) -> bool:
         pages = self._pools.flat_pages(value.detach().cpu().contiguous())
-        return all(self._tier.put(ns, [key], [page])[0] for ns, page in pages)
+        return all(self._tier.put(ns, [key], [page], Chain(before=before))[0] for ns, page in pages)
 
     # ------------------------------------------------------------------ shared by the dialects
 
@@ -268,13 +273,13 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
         registered: RegisteredPool,
         keys: list[str],
         host_indices: torch.Tensor,
-        prefix: Sequence[str] | None = None,
+        chain: Chain | None = None,
     ) -> list[bool]:
         started = time.perf_counter()
         firsts = registered.first_tokens(keys, host_indices)
         saved = [True] * len(keys)
         for share in registered.shares:
-            results = self._tier.put(share.namespace, keys, share.pool.sources(firsts), prefix)
+            results = self._tier.put(share.namespace, keys, share.pool.sources(firsts), chain)
             saved = [before and now for before, now in zip(saved, results, strict=True)]
         self._note_transfer(self._stores, registered, sum(saved), started)
         return saved
@@ -315,9 +320,4 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc] # sglang ships no typ
     @_answers(lambda *_args, **_kwargs: None)
     def close(self) -> None:
         """Close the store; later calls find nothing and store nothing."""
-        self._tier.store.close()
-
-
-def _prefix(extra_info: Any) -> Sequence[str] | None:
-    prefix: Sequence[str] | None = getattr(extra_info, "prefix_keys", None)
-    return prefix
+        self._tier.close()

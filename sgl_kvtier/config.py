@@ -53,7 +53,28 @@ _SGLANG_KEYS = frozenset(
 
 CodecName = Literal["zstd", "raw"]
 ZstdLevel = Annotated[int, msgspec.Meta(ge=1, le=19)]
+Durability = Literal["none", "interval", "strict"]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Size = int | str
+
+#: Threads that encode and decode when none are configured; beyond that, other parts of the server need the cores.
+AUTO_THREADS_LIMIT = 4
+
+
+#: Keys whose value is a number: variables of the environment are text.
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "zstd_level": int,
+    "threads": int,
+    "durability_interval": float,
+    "lease": float,
+    "deadline": float,
+    "high_watermark": float,
+    "low_watermark": float,
+}
+
+_SHORTEST_INTERVAL_S = 0.1
 
 
 def default_directory() -> str:
@@ -72,6 +93,14 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     codec: CodecName = "zstd"
     zstd_level: ZstdLevel = 1
     model_id: str | None = None
+    durability: Durability = "none"
+    durability_interval: Seconds = 5.0
+    threads: Threads | None = None
+    lease: Seconds = 30.0
+    deadline: Seconds = 0.0
+    high_watermark: Fraction = 0.99
+    low_watermark: Fraction = 0.98
+    scrub_rate: Size = "16MiB"
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +115,14 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec of newly written pages. Reading understands every codec.
         zstd_level: zstd compression level of the coded plane; levels above 1 cost time and gain little.
         model_id: Name of the weights in page identities, in place of the model path's fingerprint.
+        durability: What acknowledged pages survive: ``none``: the death of the process; ``interval``: a power loss too,
+            but for those of the last ``durability_interval_s`` seconds; ``strict``: a power loss.
+        durability_interval_s: Seconds from one sync to the next under ``interval``.
+        threads: Threads that work on one batch at a time, the calling one included.
+        lease_s: For how many seconds eviction leaves alone the pages that an exists call reported; 0 for not at all.
+        deadline_s: After how many seconds a batch read returns the pages it has, from the first on; 0 for never.
+        high_watermark, low_watermark: Shares of this process's slots that are in use when eviction begins, and ends.
+        scrub_bytes_s: Bytes of stored records that are read and checked per second; 0 for none.
     """
 
     directory: str
@@ -95,6 +132,14 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     codec: CodecName
     zstd_level: int
     model_id: str | None
+    durability: Durability
+    durability_interval_s: float
+    threads: int
+    lease_s: float
+    deadline_s: float
+    high_watermark: float
+    low_watermark: float
+    scrub_bytes_s: int
 
 
 def accepted_keys() -> tuple[str, ...]:
@@ -153,6 +198,16 @@ def _resolve(given: _Given) -> TierConfig:
         raise ConfigError(f"capacity: {given.capacity!r} is less than the smallest store of 4MiB; or write 'auto'")
     if given.model_id == "":
         raise ConfigError("model_id: must not be empty; leave it out to use the model's own fingerprint")
+    if given.low_watermark > given.high_watermark:
+        raise ConfigError(
+            f"low_watermark: {given.low_watermark} is above high_watermark, {given.high_watermark}: "
+            "eviction ends at the low one"
+        )
+    if given.durability == "interval" and given.durability_interval < _SHORTEST_INTERVAL_S:
+        raise ConfigError(
+            f"durability_interval: {given.durability_interval} is below {_SHORTEST_INTERVAL_S} seconds; "
+            "for pages that are durable at once, set durability to 'strict'"
+        )
     return TierConfig(
         directory=os.path.abspath(os.path.expanduser(given.directory)),
         capacity_bytes=capacity_bytes,
@@ -161,6 +216,14 @@ def _resolve(given: _Given) -> TierConfig:
         codec=given.codec,
         zstd_level=given.zstd_level,
         model_id=given.model_id,
+        durability=given.durability,
+        durability_interval_s=given.durability_interval,
+        threads=given.threads or min(AUTO_THREADS_LIMIT, len(os.sched_getaffinity(0))),
+        lease_s=given.lease,
+        deadline_s=given.deadline,
+        high_watermark=given.high_watermark,
+        low_watermark=given.low_watermark,
+        scrub_bytes_s=parse_size("scrub_rate", given.scrub_rate),
     )
 
 
@@ -185,15 +248,15 @@ def _convert(values: dict[str, Any], origin: str) -> _Given:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in _Given.__struct_fields__:
-        text = environ.get(ENV_PREFIX + key.upper())
+        name = ENV_PREFIX + key.upper()
+        text = environ.get(name)
         if text is None:
             continue
-        if key == "zstd_level":
-            if not text.isdigit():
-                raise ConfigError(f"{ENV_PREFIX}{key.upper()}: {text!r} is not a number from 1 to 19")
-            values[key] = int(text)
-        else:
-            values[key] = text
+        kind = _NUMBERS.get(key)
+        try:
+            values[key] = text if kind is None else kind(text)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {text!r} is not a number") from error
     _convert(values, "environment")
     return values
 

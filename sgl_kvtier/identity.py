@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_kvtier.page import PageGeometry
+from sgl_kvtier_kernels.keys import KEY_DIGITS, mix_keys, parse_hex_keys
 
 #: Raised when the meaning of stored bytes changes, so that old pages miss instead of being misread.
 NAMESPACE_VERSION = 1
@@ -25,7 +27,9 @@ KEY_BYTES = 32
 
 _HEX_KEY = re.compile(r"[0-9a-f]{64}")
 _SAMPLE_BYTES = 1 << 16
-_HALF_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SALT = struct.Struct("<QQ")
+
+Words = npt.NDArray[np.uint64]
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,15 +87,30 @@ def key_bytes(key: str) -> bytes:
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32, person=b"kvtier-page-key").digest()
 
 
-def index_digests(namespace: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """128-bit index digests of ``keys`` in ``namespace``: ``uint64[len(keys), 2]``.
+def key_words(keys: Sequence[str]) -> Words:
+    """The stored bytes of ``keys``, as :func:`key_bytes` gives them: ``uint64[len(keys), 4]``, little-endian.
+
+    Raises:
+        TypeError: A key is not a string.
+    """
+    words = np.empty((len(keys), KEY_BYTES // 8), np.uint64)
+    if keys:
+        # SGLang's keys are parsed by one kernel for the whole batch; any other key sends the batch the long way.
+        text = "\n".join(keys).encode("utf-8", "surrogatepass")
+        if len(text) != len(keys) * (KEY_DIGITS + 1) - 1 or not parse_hex_keys(np.frombuffer(text, np.uint8), words):
+            return np.frombuffer(b"".join(map(key_bytes, keys)), "<u8").reshape(words.shape)
+    return words
+
+
+def index_digests(namespace: bytes, words: Words) -> Words:
+    """128-bit index digests of keys in ``namespace``: ``uint64[n, 4]`` as of :func:`key_words` to ``uint64[n, 2]``.
 
     Keys and namespaces are uniform hashes, so mixing them keeps 128 bits of one; keys that differ in one half only
     differ too. The full key and namespace are compared on every read.
     """
-    raw = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_BYTES // 8)
-    salt = np.frombuffer(namespace, dtype="<u8")[:2]
-    digests: npt.NDArray[np.uint64] = raw[:, :2] ^ (raw[:, 2:] * _HALF_MULTIPLIER) ^ salt
+    low, high = _SALT.unpack_from(namespace)
+    digests = np.empty((len(words), 2), np.uint64)
+    mix_keys(words, np.uint64(low), np.uint64(high), digests)
     return digests
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from sgl_kvtier.identity import Namespace, Shard, index_digests, key_bytes, weights_fingerprint
+from sgl_kvtier.identity import Namespace, Shard, index_digests, key_bytes, key_words, weights_fingerprint
 from sgl_kvtier.page import PageGeometry, part_geometry
+
+# Mixing wraps around by design; in plain Python, without the compiler, NumPy warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in scalar:RuntimeWarning")
 
 _GEOMETRY = PageGeometry(16, (part_geometry("k", 16, 2, 4, 8, "bfloat16", 2),))
 _BASE = Namespace(model="m", weights="w", pool="kv", geometry=_GEOMETRY, shard=Shard())
@@ -60,12 +64,12 @@ def test_hex_keys_are_taken_as_they_are_and_alias_nothing() -> None:
 
 
 def test_index_digests_depend_on_key_and_namespace() -> None:
-    keys = [key_bytes(f"{i:064x}") for i in range(3)]
+    keys = key_words([f"{i:064x}" for i in range(3)])
     one, two = (index_digests(bytes([n]) * 32, keys) for n in (1, 2))
     assert one.shape == (3, 2)
     assert one.dtype == np.uint64
     assert len({tuple(row) for row in np.concatenate([one, two]).tolist()}) == 6
-    assert index_digests(bytes(32), []).shape == (0, 2)
+    assert index_digests(bytes(32), key_words([])).shape == (0, 2)
 
 
 def test_fingerprint_covers_configuration_sizes_headers_and_samples(tmp_path: Path) -> None:
@@ -105,3 +109,15 @@ def test_fingerprint_of_a_file_and_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert weights_fingerprint(tmp_path / "empty") is None
     assert weights_fingerprint("meta/llama") is None
+
+
+def test_a_batch_of_keys_is_parsed_as_each_of_them_is() -> None:
+    hexes = [hashlib.sha256(bytes([n])).hexdigest() for n in range(5)]
+    odd = ["", "ä" * 32, "\udc80", hexes[0].upper(), hexes[0][:-1], hexes[0] + "0", hexes[0][:-1] + "g", "a\nb"]
+    # Two keys whose lengths differ, and a newline inside of a key, leave the joined text's length as it should be.
+    disguised = [hexes[1][:-1], hexes[1] + "0"], [hexes[2] + "\n" + hexes[3]], [hexes[2][:30] + "\n" + hexes[3][:33]]
+    for batch in (hexes, [*hexes, odd[0]], *([hexes[0], key] for key in odd), *disguised, hexes[:1]):
+        expected = np.frombuffer(b"".join(map(key_bytes, batch)), "<u8").reshape(-1, 4)
+        assert np.array_equal(key_words(batch), expected)
+    with pytest.raises(TypeError):
+        key_words([hexes[0], 3])  # type: ignore[list-item]

@@ -1,4 +1,5 @@
-"""Numba kernels of ``sgl_kvtier``: plane split and merge, layout reorder, digest index. No I/O, no SGLang."""
+"""Numba kernels of ``sgl_kvtier``: plane split and merge, layout reorder, checksums, digest
+index, chains of pages. No I/O, no SGLang."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import threading
 
 import numpy as np
 
-from sgl_kvtier_kernels import index, layout, planes
+from sgl_kvtier_kernels import chains, checksum, index, keys, layout, planes
 
-__all__ = ["index", "layout", "planes", "warm_up"]
+__all__ = ["chains", "checksum", "index", "keys", "layout", "planes", "warm_up"]
 
 _warm_up_lock = threading.Lock()
 _warm = threading.Event()
@@ -32,12 +33,26 @@ def warm_up() -> None:
             # As the store reads: the coded plane out of a decoder, everything else out of a read-only map.
             plan.scatter(0, _read_only(canonical))
             planes.merge(kind, plan, 0, _read_only(coded), _read_only(raw))
-        digests = np.ones((1, 2), np.uint64)
+        data, target = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
+        for source in (data, _read_only(data)):
+            checksum.hash_bytes(source)
+            checksum.hash_parts([source, source])
+            checksum.copy_parts(source, [target[:9], target[9:]])
+        digests, locations = np.ones((1, 2), np.uint64), np.ones(1, np.uint64)
         table = index.DigestIndex()
-        table.put_many(digests, np.ones(1, np.uint64))
+        table.put_many(digests, locations)
         table.get(digests)
-        table.leading_run(digests)
-        table.remove(digests[0])
+        table.get_low(locations)
+        table.remove_many(digests, locations)
+        index.promise(np.zeros(1, np.uint64), True, locations, locations, np.uint32(0))
+        text, words = np.frombuffer(b"0" * keys.KEY_DIGITS, np.uint8), np.zeros((1, 4), np.uint64)
+        keys.parse_hex_keys(text, words)
+        for given in (words, _read_only(words)):
+            keys.mix_keys(given, np.uint64(0), np.uint64(0), digests)
+        rows = chains.parent_rows(locations, locations)
+        order = chains.leaves_first(rows)
+        chains.raise_to_followers(rows, order, np.zeros(1))
+        chains.lost_rows(rows, order)
         _warm.set()
 
 

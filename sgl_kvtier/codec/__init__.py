@@ -44,10 +44,10 @@ class CodecSet:
         return self._raw.encode(page, self._scratch) if encoded is None else encoded
 
     def decode(self, header: RecordHeader, payload: Bytes, page: PageView) -> None:
-        """Fill ``page`` from a verified payload.
+        """Fill ``page`` from a payload, which is checked against its checksum.
 
         Raises:
-            RecordError: Unknown codec, wrong page size, or a payload that does not decode.
+            RecordError: Unknown codec, wrong page size, a damaged payload, or one that does not decode.
         """
         codec = self._by_code.get(header.codec)
         if codec is None:

@@ -31,6 +31,7 @@ import xxhash
 
 from sgl_kvtier.errors import RecordError
 from sgl_kvtier.page import PageView
+from sgl_kvtier_kernels.checksum import hash_parts
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -122,10 +123,11 @@ class Codec(Protocol):
         """
 
     def decode(self, header: RecordHeader, payload: Bytes, page: PageView, scratch: Scratch) -> None:
-        """Fill ``page`` in host memory from ``payload``, whose checksum has been verified.
+        """Fill ``page`` in host memory from ``payload``, and check the payload against its checksum.
 
         Raises:
-            RecordError: The payload is not one of this codec for a page of this shape.
+            RecordError: The payload is damaged, or not one of this codec for a page of this shape; the page's content
+                is undefined then.
         """
 
 
@@ -146,9 +148,14 @@ class Scratch(threading.local):
 
 def payload_checksum(buffers: Sequence[Bytes | bytes]) -> int:
     """XXH3-64 over the buffers one after the other."""
-    if len(buffers) == 1:
-        return xxhash.xxh3_64_intdigest(memoryview(buffers[0]))
-    state = xxhash.xxh3_64()
-    for buffer in buffers:
-        state.update(memoryview(buffer))
-    return state.intdigest()
+    return hash_parts([np.frombuffer(buffer, np.uint8) for buffer in buffers])
+
+
+def check_payload(header: RecordHeader, payload: Bytes) -> None:
+    """Compare a payload with its checksum.
+
+    Raises:
+        RecordError: They differ.
+    """
+    if payload_checksum([payload]) != header.payload_checksum:
+        raise RecordError("payload fails its checksum")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from sgl_kvtier.codec.base import Bytes, Encoded, RecordHeader, Scratch
+from sgl_kvtier.codec.base import Bytes, Encoded, RecordHeader, Scratch, check_payload
 from sgl_kvtier.errors import RecordError
 from sgl_kvtier.page import PageView
+from sgl_kvtier_kernels.checksum import copy_parts
 
 
 class RawCodec:
@@ -23,8 +24,13 @@ class RawCodec:
         return Encoded(self.code, parts, 0)
 
     def decode(self, header: RecordHeader, payload: Bytes, page: PageView, scratch: Scratch) -> None:
-        """Scatter the payload into host memory."""
+        """Scatter the payload into host memory; hash and copy go in one pass where the page lies in one piece."""
         del scratch
         if payload.size != page.nbytes or header.coded_bytes != 0:
             raise RecordError(f"raw payload of {payload.size} bytes for a page of {page.nbytes}")
-        page.scatter(payload)
+        parts = page.contiguous_parts()
+        if parts is None:
+            check_payload(header, payload)
+            page.scatter(payload)
+        elif copy_parts(payload, parts) != header.payload_checksum:
+            raise RecordError("payload fails its checksum")

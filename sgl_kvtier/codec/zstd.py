@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
-from sgl_kvtier.codec.base import Bytes, Encoded, RecordHeader, Scratch
+from sgl_kvtier.codec.base import Bytes, Encoded, RecordHeader, Scratch, check_payload
 from sgl_kvtier.errors import RecordError
 from sgl_kvtier.page import PageView
 
@@ -62,6 +62,7 @@ class ZstdCodec:
                 f"zstd payload of {header.coded_bytes} + {payload.size - header.coded_bytes} bytes "
                 f"for a page with a raw plane of {page.plane_bytes}"
             )
+        check_payload(header, payload)
         decompressor = getattr(self._local, "decompressor", None)
         if decompressor is None:
             decompressor = self._local.decompressor = zstandard.ZstdDecompressor()

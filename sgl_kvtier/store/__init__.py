@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sgl_kvtier.store.record import ChainPlace, RecordKey, StoredRecord
+from sgl_kvtier.store.catalog import Place
+from sgl_kvtier.store.record import ChainPlace, PendingRecord, RecordKey, StoredRecord
 from sgl_kvtier.store.store import Store, StoreStats
 
-__all__ = ["ChainPlace", "RecordKey", "Store", "StoreStats", "StoredRecord"]
+__all__ = ["ChainPlace", "PendingRecord", "Place", "RecordKey", "Store", "StoreStats", "StoredRecord"]

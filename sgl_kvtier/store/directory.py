@@ -2,7 +2,7 @@
 
 ::
 
-    store.json              {"format": 1}
+    store.json              {"format": 2}
     lock                    taken for moments: choosing a writer folder, allocating a segment
     namespaces/<16 hex>.json  what a namespace digest stands for, and up to when it was cleared
     writer-0000/            one per writing process: lock, feed.bin, and segments seg-00000000/, ...
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -21,9 +22,13 @@ import msgspec
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.identity import Namespace
 from sgl_kvtier.store import files
+from sgl_kvtier.store.toc import DISK_BLOCK_BYTES, SMALL_FILES, disk_bytes
 
-FORMAT = 1
+FORMAT = 2
 
+logger = logging.getLogger(__name__)
+
+_TEMPORARY_NAME = re.compile(r"\.[^/]+\.json\.\d+")
 _WRITER_NAME = re.compile(r"writer-\d{4}")
 _SEGMENT_NAME = re.compile(r"seg-\d{8}")
 
@@ -44,13 +49,16 @@ def namespace_prefix(digest: bytes) -> int:
 class StoreDirectory:
     """The folder of a store, opened and checked."""
 
-    def __init__(self, root: Path, *, create: bool = True) -> None:
+    def __init__(self, root: Path, *, create: bool = True, durable: bool = False) -> None:
         """Open the store in ``root``, making a new one of an absent or empty folder where ``create`` says so.
+
+        With ``durable``, what is written here survives a power loss once the call returns.
 
         Raises:
             StoreError: No store and not empty, a newer format, someone else's, open to others, or not writable.
         """
         self.root = root
+        self._durable = durable
         self._namespaces = root / "namespaces"
         try:
             self._open(create)
@@ -76,10 +84,24 @@ class StoreDirectory:
             raise StoreError(f"directory: cannot write to {self.root}: permission denied")
         with self.lock():
             if not os.path.lexists(mark):
-                files.replace_file(mark, json.dumps({"format": FORMAT}).encode())
+                files.replace_file(mark, json.dumps({"format": FORMAT}).encode(), durable=self._durable)
+            self._check_format(mark)
             files.make_private_directory(self._namespaces)
-        self._check_format(mark)
-        files.check_private_directory(self._namespaces)
+            files.check_private_directory(self._namespaces)
+            if self._durable:
+                files.sync_directory(self.root)
+                files.sync_directory(self.root.parent)
+            self._remove_temporaries()
+
+    def _remove_temporaries(self) -> None:
+        """Remove small files that a crash left half written; all are written under the lock, which is held."""
+        for folder in (self.root, self._namespaces):
+            for name in os.listdir(folder):
+                if _TEMPORARY_NAME.fullmatch(name):
+                    try:
+                        os.unlink(folder / name)
+                    except OSError as error:
+                        logger.warning("%s cannot be deleted: %s", folder / name, error)
 
     @staticmethod
     def _check_format(mark: Path) -> None:
@@ -103,6 +125,10 @@ class StoreDirectory:
         """A number that changes when a writer folder comes or goes."""
         return os.stat(self.root).st_mtime_ns
 
+    def cleared_ns(self) -> int:
+        """A number that changes when a namespace is registered or cleared."""
+        return os.stat(self._namespaces).st_mtime_ns
+
     def writer_folders(self) -> list[Path]:
         """All writer folders, in order of their names."""
         return sorted(path for path in self.root.iterdir() if _WRITER_NAME.fullmatch(path.name))
@@ -112,18 +138,18 @@ class StoreDirectory:
         taken = {path.name for path in self.writer_folders()}
         name = next(name for number in range(10_000) if (name := f"writer-{number:04d}") not in taken)
         files.make_private_directory(self.root / name)
+        if self._durable:
+            files.sync_directory(self.root)
         return self.root / name
 
-    def segment_files_bytes(self) -> int:
-        """Disk space of all segments of all writers, in bytes."""
-        total = 0
+    def used_bytes(self) -> int:
+        """Disk space of all files of the store, in bytes."""
+        total = DISK_BLOCK_BYTES * (1 + len(os.listdir(self._namespaces)))
         for writer in self.writer_folders():
+            total += _disk_bytes(writer / "feed.bin")
             for folder in segment_folders(writer):
-                for name in ("data.ninja", "toc.bin"):
-                    try:
-                        total += os.lstat(folder / name).st_size
-                    except FileNotFoundError:  # deleted by its owner meanwhile
-                        continue
+                total += _disk_bytes(folder / "data.ninja") + _disk_bytes(folder / "toc.bin")
+                total += SMALL_FILES * DISK_BLOCK_BYTES
         return total
 
     def free_bytes(self) -> int:
@@ -143,7 +169,7 @@ class StoreDirectory:
             known = self._read_namespace(path)
             if known is None:
                 record = NamespaceRecord(digest=digest.hex(), namespace=namespace)
-                files.replace_file(path, msgspec.json.encode(record))
+                files.replace_file(path, msgspec.json.encode(record), durable=self._durable)
             elif known.digest != digest.hex():
                 raise StoreError(f"{path}: two namespaces share their first 8 digest bytes; clear one of them")
         return digest
@@ -155,7 +181,7 @@ class StoreDirectory:
             known = self._read_namespace(path)
             if known is not None:
                 known.cleared_us = cleared_us
-                files.replace_file(path, msgspec.json.encode(known))
+                files.replace_file(path, msgspec.json.encode(known), durable=self._durable)
 
     def namespaces(self) -> dict[int, NamespaceRecord]:
         """All namespaces, by the 8-byte prefix of their digests."""
@@ -179,6 +205,13 @@ class StoreDirectory:
             return None
         except (msgspec.DecodeError, ValueError):
             return None
+
+
+def _disk_bytes(path: Path) -> int:
+    try:
+        return disk_bytes(os.lstat(path).st_size)
+    except FileNotFoundError:  # deleted by its owner meanwhile
+        return 0
 
 
 def segment_folders(writer: Path) -> Iterator[Path]:

@@ -14,6 +14,7 @@ behind by more than the ring reads them whole.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from sgl_kvtier.store import files
 VERSION = 1
 HEADER_BYTES = 4096
 EVENTS = 1 << 16
+
+#: Events that the writer posts at a time, before it moves the head.
+_BATCH = 1 << 10
 
 #: Slot number that stands for the whole segment: created, deleted or recovered.
 WHOLE_SEGMENT = 0xFFFFFFFF
@@ -69,22 +73,24 @@ class Feed:
         """Number of events ever posted."""
         return int(self._counters[0])
 
-    def post(self, segment: int, slot: int) -> None:
-        """Tell readers that ``slot`` of ``segment`` changed. The writer alone calls it, one call at a time."""
-        head = int(self._counters[0])
-        self._events[head % EVENTS] = segment << 32 | slot
-        self._counters[0] = (head + 1) & 0xFFFFFFFFFFFFFFFF
+    def post(self, segment: int, slots: Sequence[int]) -> None:
+        """Tell readers that ``slots`` of ``segment`` changed. The writer alone calls it, one call at a time."""
+        for start in range(0, len(slots), _BATCH):
+            batch = np.array(slots[start : start + _BATCH], np.uint64) | np.uint64(segment << 32)
+            head = int(self._counters[0])
+            self._events[np.arange(head, head + len(batch)) % EVENTS] = batch
+            self._counters[0] = (head + len(batch)) & 0xFFFFFFFFFFFFFFFF
 
     def since(self, seen: int) -> tuple[int, list[tuple[int, int]] | None]:
         """The new head, and the (segment, slot) events after ``seen``; None when some of them are gone."""
         head = self.head
         if head == seen:
             return head, []
-        if head < seen or head - seen >= EVENTS:
+        if head < seen or head - seen >= EVENTS - _BATCH:
             return head, None
         picked = self._events[np.arange(seen, head) % EVENTS].tolist()
-        # The writer may have lapped us while we copied.
-        if self.head - seen >= EVENTS:
+        # The writer may have lapped us while we copied; it posts a batch before it moves the head, so keep clear of it.
+        if self.head - seen >= EVENTS - _BATCH:
             return head, None
         return head, [(event >> 32, event & 0xFFFFFFFF) for event in picked]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import weakref
@@ -21,6 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_kvtier.errors import DamagedError, StoreError
+from sgl_kvtier_kernels import bus_errors
+
+logger = logging.getLogger(__name__)
 
 #: Buffers in one ``pwritev`` call: the kernel's limit.
 _IOV_MAX = 1024
@@ -84,19 +88,48 @@ def write_whole(fd: int, buffers: Sequence[Any], offset: int) -> None:
             pending[0] = pending[0][written:]
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees either the old or the new content."""
+def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a small file so that a reader sees either the old or the new content; after a power loss too, if durable.
+
+    A crash leaves a temporary file behind, whose name begins with a dot and the file's own name.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        write_whole(fd, [data], 0)
-    finally:
-        os.close(fd)
-    os.replace(temporary, path)
+        with closing_fd(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)) as fd:
+            write_whole(fd, [data], 0)
+            if durable:
+                os.fdatasync(fd)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in the folder ``path`` durable."""
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        os.fsync(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder of files as far as it can be deleted; what is left is logged, and costs space only."""
+    try:
+        for name in os.listdir(path):
+            os.unlink(path / name)
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", path, error)
 
 
 def map_shared(fd: int, dtype: npt.DTypeLike, count: int, offset: int, *, writable: bool) -> npt.NDArray[Any]:
     """A plain array over ``count`` items of the open file, shared with all who map it; outlives ``fd``.
+
+    Should the file be cut off while it is mapped, what is missing reads as zeros.
 
     Raises:
         DamagedError: The file is shorter than that: a map past its end would fault on access.
@@ -106,6 +139,12 @@ def map_shared(fd: int, dtype: npt.DTypeLike, count: int, offset: int, *, writab
         raise DamagedError(f"file of {os.fstat(fd).st_size} bytes; its header promises at least {needed}")
     with os.fdopen(os.dup(fd), "r+b" if writable else "rb") as stream:
         mapped = np.memmap(stream, dtype, "r+" if writable else "r", offset, (count,))
+    return guarded(mapped)
+
+
+def guarded(mapped: np.memmap[Any, Any]) -> npt.NDArray[Any]:
+    """The same memory as a plain array, watched for bus errors for as long as it is mapped."""
+    bus_errors.watch(mapped._mmap, mapped.ctypes.data, mapped.nbytes)  # type: ignore[attr-defined]
     return mapped.view(np.ndarray)
 
 

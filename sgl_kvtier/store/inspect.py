@@ -75,7 +75,7 @@ def store_usage(directory: str | Path) -> StoreUsage:
         try:
             for segment in writer.open_segments():
                 usage.segments += 1
-                usage.segment_bytes += segment.nbytes
+                usage.segment_bytes += segment.disk_bytes
                 _slots, entries = segment.live_entries()
                 for code, count in zip(*np.unique(entries["codec"], return_counts=True), strict=True):
                     codecs[str(code)] = codecs.get(str(code), 0) + int(count)

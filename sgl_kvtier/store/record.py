@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sgl_kvtier.codec.base import HEADER_BYTES, Bytes, RecordHeader, payload_checksum
+from sgl_kvtier.codec.base import HEADER_BYTES, Bytes, RecordHeader
 from sgl_kvtier.errors import RecordError
 from sgl_kvtier.store import toc
-from sgl_kvtier.store.catalog import Digests, Place
+from sgl_kvtier.store.catalog import Digests
 from sgl_kvtier.store.segment import Segment
 from sgl_kvtier.store.toc import TocEntry
 
@@ -28,7 +28,7 @@ class ChainPlace(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """A record as found: header, payload in the segment's map, and the entry it was found by."""
+    """A record as found, its payload not yet verified: header, payload, and the entry it was found by."""
 
     header: RecordHeader
     payload: Bytes
@@ -41,22 +41,26 @@ class StoredRecord(NamedTuple):
         return self.segment.raw_entry(self.slot) == self.raw_entry
 
 
-def verified_record(name: RecordKey, place: Place, raw_entry: bytes, entry: TocEntry) -> StoredRecord:
-    """The record that ``entry`` describes, checked against its name, its entry and its checksum.
+class PendingRecord(NamedTuple):
+    """A record that is written to its slot, and not visible yet."""
+
+    name: RecordKey
+    segment: Segment
+    slot: int
+    entry: TocEntry
+
+
+def check_record(name: RecordKey, entry: TocEntry, content: Bytes) -> RecordHeader:
+    """The header of the record in a slot's ``content``, checked against its name and its entry; the payload is not.
 
     Raises:
         RecordError: It is damaged, or another one.
     """
-    segment, slot = place
-    end = HEADER_BYTES + entry.payload_bytes
-    if end > segment.header.slot_bytes:
-        raise RecordError(f"entry claims a record of {end} bytes in a slot of {segment.header.slot_bytes}")
-    header = RecordHeader.unpack(segment.data[slot, :HEADER_BYTES].tobytes())
+    if HEADER_BYTES + entry.payload_bytes > len(content):
+        raise RecordError(f"entry claims a record of {HEADER_BYTES + entry.payload_bytes} bytes in {len(content)}")
+    header = RecordHeader.unpack(content[:HEADER_BYTES].tobytes())
     if header.namespace != name.namespace or header.key != name.key:
         raise RecordError("record belongs to another page than its entry")
     if (header.payload_bytes, header.payload_checksum) != (entry.payload_bytes, entry.payload_checksum):
         raise RecordError("record header and entry disagree")
-    payload = segment.data[slot, HEADER_BYTES:end]
-    if payload_checksum([payload]) != entry.payload_checksum:
-        raise RecordError("payload fails its checksum")
-    return StoredRecord(header, payload, segment, slot, raw_entry)
+    return header

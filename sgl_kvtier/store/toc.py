@@ -5,11 +5,14 @@ File ``toc.bin``, little-endian::
     0                 header, 4096 bytes
     4096              entries, 64 bytes x slot_count
     4096 + 64 n       last use of each slot, u64 microseconds since the epoch x slot_count (advisory)
+    4096 + 72 n       until when each slot is promised to a reader, u32 seconds since the epoch x slot_count (advisory)
+    4096 + 76 n       what eviction remembers of each slot, u8 x slot_count (advisory)
 
     header: magic "KVTTOC\\0\\0" (8), version u32, header bytes u32, slot bytes u64, slot count u64,
             segment id (16), XXH3-64 of the bytes before it (8), zeros
 
-Entries are written with ``pwrite``, by the segment's owner alone, and read through a map by every process. An
+Entries are written with ``pwrite``, by the segment's owner alone, and read through a map by every process. The
+advisory fields are written through the map by any process: losing them costs a better choice of what to give up. An
 entry is valid when its check matches; the check is seeded with the segment id and the slot number, so that an
 entry written to the wrong place, or left over from an older segment, is void.
 """
@@ -25,10 +28,13 @@ import xxhash
 
 from sgl_kvtier.errors import DamagedError, StoreError
 
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 ENTRY_BYTES = 64
 LAST_USE_BYTES = 8
+LEASE_BYTES = 4
+HEAT_BYTES = 1
+SLOT_BYTES = ENTRY_BYTES + LAST_USE_BYTES + LEASE_BYTES + HEAT_BYTES
 
 _MAGIC = b"KVTTOC\0\0"
 _HEADER = struct.Struct("<8sIIQQ16s")
@@ -58,6 +64,18 @@ UNKNOWN_POSITION = 0xFFFF
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+
+
+#: Files of a segment beside data and table of contents, each smaller than a block.
+SMALL_FILES = 4
+
+#: Unit of space on disk.
+DISK_BLOCK_BYTES = 4096
+
+
+def disk_bytes(file_bytes: int) -> int:
+    """Disk space that a file takes."""
+    return -(-file_bytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
 
 
 class TocHeader(NamedTuple):
@@ -102,7 +120,7 @@ class TocHeader(NamedTuple):
     @property
     def toc_bytes(self) -> int:
         """Size of the whole file."""
-        return HEADER_BYTES + (ENTRY_BYTES + LAST_USE_BYTES) * self.slot_count
+        return HEADER_BYTES + SLOT_BYTES * self.slot_count
 
     @property
     def data_bytes(self) -> int:
@@ -110,9 +128,9 @@ class TocHeader(NamedTuple):
         return self.slot_bytes * self.slot_count
 
     @property
-    def nbytes(self) -> int:
-        """Disk space of the segment in bytes."""
-        return self.data_bytes + self.toc_bytes
+    def disk_bytes(self) -> int:
+        """Disk space of the segment in bytes, its small files included."""
+        return disk_bytes(self.data_bytes) + disk_bytes(self.toc_bytes) + SMALL_FILES * DISK_BLOCK_BYTES
 
 
 class TocEntry(NamedTuple):

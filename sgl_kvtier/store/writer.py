@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvtier.errors import DamagedError, StoreError
@@ -14,12 +16,17 @@ from sgl_kvtier.store.segment import Segment
 
 logger = logging.getLogger(__name__)
 
+#: Names of segment folders that are not yet, or no longer, segments.
+_LEFTOVERS = (".new-", ".dead-")
+
 
 class Writer:
     """One writer folder as this process sees it: its own after :meth:`try_own`, else read only."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
         """Open the folder for reading; a damaged change feed is repaired, unless its owner lives.
+
+        With ``durable``, segments that are created here survive a power loss.
 
         Raises:
             StoreError: Not a writer folder of this version.
@@ -28,6 +35,7 @@ class Writer:
         files.check_private_directory(folder)
         self.folder = folder
         self.owned = False
+        self._durable = durable
         self._lock = files.FileLock(folder / "lock")
         try:
             self.feed = Feed(folder / "feed.bin", create=False)
@@ -38,10 +46,10 @@ class Writer:
         self.segments: dict[int, Segment] = {}
 
     @classmethod
-    def create(cls, folder: Path) -> Writer:
+    def create(cls, folder: Path, *, durable: bool = False) -> Writer:
         """Make an empty, just created folder a writer folder, and own it."""
         Feed(folder / "feed.bin", create=True)
-        writer = cls(folder)
+        writer = cls(folder, durable=durable)
         if not writer.try_own():
             raise StoreError(f"{folder}: just created, and already owned by another process")
         return writer
@@ -68,14 +76,31 @@ class Writer:
             return False
         self.owned = True
         self.feed.want = False
-        for path in self.folder.iterdir():
-            if path.name.startswith((".new-", ".dead-")):
-                shutil.rmtree(path, ignore_errors=True)
+        self._remove_leftovers()
         # Segments that were opened for reading are opened again, for writing.
         for segment in self.segments.values():
             segment.close()
         self.segments.clear()
         return True
+
+    def reclaim(self) -> None:
+        """Remove what a dead owner left half made: it takes space, and nobody counts it."""
+        if not self.owned and self._has_leftovers() and self._lock.try_acquire():
+            self._remove_leftovers()
+            self._lock.release()
+
+    def _has_leftovers(self) -> bool:
+        return any(name.startswith(_LEFTOVERS) for name in os.listdir(self.folder))
+
+    def _remove_leftovers(self) -> None:
+        for name in os.listdir(self.folder):
+            if name.startswith(_LEFTOVERS):
+                files.remove_tree(self.folder / name)
+        for folder in segment_folders(self.folder):
+            for name in os.listdir(folder):
+                if name.startswith("."):
+                    with contextlib.suppress(OSError):
+                        os.unlink(folder / name)
 
     def is_live(self) -> bool:
         """Whether some process owns the folder at this moment."""
@@ -105,7 +130,7 @@ class Writer:
         except DamagedError as error:
             logger.warning("segment %s is %s: %s", folder, "deleted" if self.owned else "left out", error)
             if self.owned:
-                shutil.rmtree(folder, ignore_errors=True)
+                files.remove_tree(folder)
             return None
         except (OSError, StoreError) as error:
             logger.warning("segment %s is left out: %s", folder, error)
@@ -114,20 +139,51 @@ class Writer:
         return segment
 
     def new_segment(self, slot_bytes: int, slot_count: int) -> Segment:
-        """Create a segment and tell the readers. The folder must be owned."""
+        """Create a segment and tell the readers. The folder must be owned.
+
+        Raises:
+            StoreFullError: The file system has no room for it.
+            OSError: It cannot be created for another reason.
+        """
         taken = [segment_number(folder) for folder in segment_folders(self.folder)]
         number = max(taken, default=-1) + 1
-        segment = Segment.create(segment_folder(self.folder, number), slot_bytes, slot_count)
+        folder = segment_folder(self.folder, number)
+        segment = Segment.create(folder, slot_bytes, slot_count, durable=self._durable)
         self.segments[number] = segment
-        self.feed.post(number, WHOLE_SEGMENT)
+        self.feed.post(number, [WHOLE_SEGMENT])
         return segment
 
-    def delete_segment(self, segment: Segment) -> None:
-        """Delete a segment and tell the readers. The folder must be owned."""
+    def reshape_segment(self, segment: Segment, slot_bytes: int, slot_count: int) -> Segment:
+        """Make an owned segment that holds nothing one of other slots, and tell the readers.
+
+        Raises:
+            OSError: It failed; the segment is gone from ``segments``.
+        """
         number = segment_number(segment.directory)
         self.segments.pop(number, None)
-        segment.destroy()
-        self.feed.post(number, WHOLE_SEGMENT)
+        try:
+            reshaped = segment.reshape(slot_bytes, slot_count, durable=self._durable)
+            self.segments[number] = reshaped
+        finally:
+            self.feed.post(number, [WHOLE_SEGMENT])
+        return reshaped
+
+    def delete_segment(self, segment: Segment) -> None:
+        """Delete a segment and tell the readers. The folder must be owned.
+
+        Raises:
+            OSError: It cannot be deleted; it is gone from ``segments`` all the same.
+        """
+        number = segment_number(segment.directory)
+        self.segments.pop(number, None)
+        try:
+            segment.destroy()
+        finally:
+            self.feed.post(number, [WHOLE_SEGMENT])
+
+    def announce(self, segment: Segment, slots: Sequence[int]) -> None:
+        """Tell the readers that ``slots`` of an owned segment changed."""
+        self.feed.post(segment_number(segment.directory), slots)
 
     def close(self) -> None:
         """Close all files and give up ownership."""

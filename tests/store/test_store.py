@@ -207,7 +207,7 @@ def test_folders_that_are_no_store_of_ours_are_refused(tmp_path: Path) -> None:
     (full / "thesis.tex").touch()
     newer = tmp_path / "newer"
     Store(config(newer)).close()
-    (newer / "store.json").write_text('{"format": 2}')
+    (newer / "store.json").write_text('{"format": 3}')
     opened = tmp_path / "opened"
     Store(config(opened)).close()
     opened.chmod(0o750)
@@ -217,7 +217,7 @@ def test_folders_that_are_no_store_of_ours_are_refused(tmp_path: Path) -> None:
     file.touch()
     for folder, reason in (
         (full, "not empty"),
-        (newer, "format 2"),
+        (newer, "format 3"),
         (opened, "chmod 700"),
         (linked, "symbolic link|not empty"),
         (file, "holds no store|not a directory"),
@@ -225,7 +225,7 @@ def test_folders_that_are_no_store_of_ours_are_refused(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=reason):
             Store(config(folder))
     assert (full / "thesis.tex").exists()
-    assert (newer / "store.json").read_text() == '{"format": 2}'
+    assert (newer / "store.json").read_text() == '{"format": 3}'
 
 
 def test_symbolic_links_inside_a_store_are_not_followed(tmp_path: Path) -> None:
@@ -312,13 +312,13 @@ def test_the_feed_tells_every_change_or_that_it_cannot(tmp_path: Path) -> None:
     writer = Feed(tmp_path / "feed.bin", create=True)
     reader = Feed(tmp_path / "feed.bin", create=False)
     assert reader.since(0) == (0, [])
-    writer.post(3, 4)
-    writer.post(5, 0xFFFFFFFF)
+    writer.post(3, [4])
+    writer.post(5, [0xFFFFFFFF])
     assert reader.since(0) == (2, [(3, 4), (5, 0xFFFFFFFF)])
     assert reader.since(1) == (2, [(5, 0xFFFFFFFF)])
     assert reader.since(9)[1] is None
     for slot in range(EVENTS):
-        writer.post(1, slot)
+        writer.post(1, [slot])
     assert reader.since(2)[1] is None
     assert reader.since(EVENTS) == (EVENTS + 2, [(1, EVENTS - 2), (1, EVENTS - 1)])
     writer.want = True

@@ -63,7 +63,7 @@ def test_header() -> None:
     packed = header.pack()
     assert TocHeader.unpack(packed) == header
     assert header.data_bytes == 40960
-    assert header.toc_bytes == 4096 + 10 * 72
+    assert header.toc_bytes == 4096 + 10 * 77
     for bit in range(8 * 56):
         damaged = bytearray(packed)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -75,7 +75,7 @@ def test_header() -> None:
 
 def test_another_version_is_not_called_damage() -> None:
     packed = bytearray(TocHeader(4096, 10, bytes(16)).pack())
-    packed[8] = 2
-    with pytest.raises(StoreError, match="version 2") as caught:
+    packed[8] = 3
+    with pytest.raises(StoreError, match="version 3") as caught:
         TocHeader.unpack(bytes(packed))
     assert not isinstance(caught.value, DamagedError)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sgl_kvtier import metrics
 from sgl_kvtier.store import toc
+from sgl_kvtier.tier.ssd import Chain
 from tests.support import HostPool, config, content, key, namespace, tier
 
 _SHAPES = ((16, 2, 2, 32), (16, 4, 2, 64), (4, 1, 1, 8))
@@ -110,7 +111,7 @@ def test_entries_record_the_chain(tmp_path: Path) -> None:
     opened, pool = tier(tmp_path / "s"), HostPool(3)
     space = namespace(opened, pool.geometry)
     keys = [key(n) for n in range(4)]
-    opened.put(space, keys[1:], pool.views(), prefix=keys[:1])
+    opened.put(space, keys[1:], pool.views(), Chain.after(keys[:1]))
     opened.put(space, [key("alone")], pool.views([0]))
     opened.store.close()
     file = next((tmp_path / "s").rglob("toc.bin"))
